@@ -1,4 +1,4 @@
-"""Rows of a CSV file, each a model, a machine and a mapping: what is predicted of each."""
+"""Predictions for the rows of a CSV file, in which each row describes a model, a machine and a mapping."""
 
 import csv
 import io
@@ -36,31 +36,31 @@ COLUMNS: Final = (
     *("devices", "machine", "global_batch", "precision", "optimizer", "gradient_bytes", "engine"),
     *_MAPPING,
 )
-"""All columns that say something about a case."""
+"""All columns of a CSV file that poprun-size reads."""
 
 PREDICTED: Final = ("seconds", "weights_gib", "gradients_gib", "optimizer_gib", "activations_gib", "fits")
-"""The columns that are added."""
+"""The columns that poprun-size adds to the CSV file."""
 
 _NEAR: Final = 0.8
-"""How like a column an unknown one is that was meant to be it."""
+"""The similarity (from 0 to 1) from which an unknown column counts as a misspelled known column."""
 
 _DELIMITERS: Final = (";", "\t", "|")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row of the file."""
+    """A row of the CSV file, with the prediction for the row or the row's error."""
 
-    line: int  # its line in the file; the first has number 1
-    row: Table[str, str]  # its columns as they were read, also those that say nothing about a case
-    predicted: Candidate | None = None  # what is predicted; None: the row has an error
-    error: str = ""  # what is wrong with it
+    line: int  # the number of the row's line in the file, from 1
+    row: Table[str, str]  # all cells of the row by column, also of columns that poprun-size does not read
+    predicted: Candidate | None = None  # the prediction; None if the row has an error
+    error: str = ""  # the text of the row's error; empty if there is none
 
 
 def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
-    """What is predicted of each row of a CSV file; a row with an error does not stop the others.
+    """Return the prediction for each row of the CSV text ``text``; a row with an error has its error instead.
 
-    Columns that say nothing about a case, such as ``note``, stay as they are.
+    Columns that poprun-size does not read, such as ``note``, stay as they are.
     """
     names = header_of(text)
     columns = [_column(name) for name in names]
@@ -82,7 +82,7 @@ def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
 
 
 def header_of(text: str) -> tuple[str, ...]:
-    """The names of the columns of a CSV file; an error where one is written wrongly or comes twice."""
+    """Return the names of a CSV text's columns; SizingError if a column is misspelled or occurs twice."""
     names = tuple(next((cells for _, cells, _ in _lines(text, skips=0)), ()))
     known = [column for name in names if (column := _column(name)) in COLUMNS]
     if len(names) == 1 and not known and (found := [one for one in _DELIMITERS if one in names[0]]):
@@ -99,7 +99,7 @@ def header_of(text: str) -> tuple[str, ...]:
 
 
 def _lines(text: str, skips: int = 1) -> Iterator[tuple[int, list[str], str]]:
-    """The number of each line of a CSV file that is not empty, its cells, and what is wrong with it."""
+    """Yield each line of a CSV text that is not empty: its number, its cells, and its error (or an empty text)."""
     reader = csv.reader(io.StringIO(text, newline=None))
     while True:
         cells, error = [], ""
@@ -117,7 +117,7 @@ def _lines(text: str, skips: int = 1) -> Iterator[tuple[int, list[str], str]]:
 
 @cache
 def _column(name: str) -> str:
-    """Our name of a column, from ours or another of the field's; of an unknown one its own."""
+    """Return the name in `COLUMNS` that the column ``name`` means; an unknown column keeps its name."""
     plain = name.lower().replace(" ", "_").replace("-", "_")
     if plain in (*COLUMNS, *PREDICTED):
         return plain
@@ -129,7 +129,7 @@ def _column(name: str) -> str:
 
 
 def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
-    """The rows as CSV, with what is predicted where a row has no error; ``names`` are the file's columns."""
+    """Return the rows as CSV text with the predictions; ``names`` are the columns of the file that was read."""
     names = [name for name in names or (cases[0].row if cases else ()) if _column(name) not in PREDICTED]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -140,7 +140,7 @@ def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
 
 
 def _figures(candidate: Candidate | None) -> list[str]:
-    """What is predicted, as cells of the columns `PREDICTED`; empty ones for None."""
+    """Return the cells of a prediction for the columns `PREDICTED`; empty cells if ``candidate`` is None."""
     if candidate is None:
         return [""] * len(PREDICTED)
     memory = candidate.memory
@@ -153,7 +153,7 @@ def _figures(candidate: Candidate | None) -> list[str]:
 
 
 def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Workload, Mapping]:
-    """The workload and the mapping that a row describes."""
+    """Return the workload and the mapping that the cells ``given`` of a row describe."""
     machine = named_machine(given.get("machine", "A100-80GB"), machines)
     words = {mapping_name(column): given[column] for column in _MAPPING if column in given}
     values = {"recompute": "layer", **{name: parse_value(name, word) for name, word in words.items()}}
@@ -168,7 +168,7 @@ def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Worklo
 
 
 def _check_others(row: Table[str, str], mapping: Mapping, global_batch: int) -> None:
-    """Refuse a row that asks for another accumulation than its mapping has, or for what is not planned."""
+    """Raise SizingError if a row has another accumulation than its mapping, or parallelism that is not planned."""
     number = str(mapping.num_micro_batches(global_batch))
     for name, cell in row.items():
         column = _column(name)
@@ -179,7 +179,7 @@ def _check_others(row: Table[str, str], mapping: Mapping, global_batch: int) -> 
 
 
 def _training(given: Table[str, str], mapping: Mapping, machine: Machine) -> Training:
-    """How a row trains. Mixed precision (``amp_bf16``) and sharded weights keep 32-bit weights."""
+    """Return the training settings of a row; with ``amp_bf16`` or sharded weights, weights have 32 bits."""
     word = given.get("precision", machine.device.precision(None)).lower()
     precision = word.removeprefix("amp_")
     names = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -198,9 +198,9 @@ def _training(given: Table[str, str], mapping: Mapping, machine: Machine) -> Tra
 
 @cache
 def _model(name: str, words: tuple[tuple[str, str], ...], precision: str) -> Model:
-    """The model of a row.
+    """Return the model of a row, from the cell ``model`` or from the cells with sizes.
 
-    Attention of fp16 rows is not fused and has dropout: programs with fp16 are older than the fused kernels.
+    In fp16 rows, attention is not fused and has dropout, because programs with fp16 are older than fused kernels.
     """
     if name:
         return named_model(name, tuple(f"{key}={value}" for key, value in words))

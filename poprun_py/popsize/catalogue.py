@@ -1,4 +1,4 @@
-"""Models that a name, some numbers, a Hugging Face configuration or a file of measurements is enough for."""
+"""Models made from a name, from numbers, from a Hugging Face configuration, or from a file of measurements."""
 
 import json
 import re
@@ -55,7 +55,7 @@ FAMILIES: Final[Mapping[str, Transformer]] = {
     "bert": replace(_GPT, causal=False),
     "llama": _LLAMA,
 }
-"""What ``--model gpt layers=96 …`` starts from."""
+"""Transformers without sizes, which ``--model gpt layers=96 …`` fills in."""
 
 
 FIELD_NAMES: Final[Mapping[str, list[str]]] = {
@@ -71,14 +71,17 @@ FIELD_NAMES: Final[Mapping[str, list[str]]] = {
     "ffn": ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"],
     "head_width": ["head_dim", "kv_channels"],
 }
-"""For each number the names that configurations of Hugging Face have for it."""
+"""For each field of `Transformer`, the names that Hugging Face configurations use for the field."""
 
 _USUAL: Final = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257, "sequence": 2048}
-"""The numbers that have no default, with a value that an error shows."""
+"""The fields without a default, each with an example value for the error that reports a missing field."""
 
 
 def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
-    """The model that ``name`` says, with ``numbers`` such as ``layers=96`` in place of its own."""
+    """Return the model called ``name``; ``numbers`` such as ``layers=96`` replace sizes of the model.
+
+    Raises ModelError if no model has this name, or if a family such as ``gpt`` lacks a size.
+    """
     given, key = model_numbers(numbers), name.lower()
     known = {**MODELS, **FAMILIES}
     if key not in known:
@@ -92,13 +95,13 @@ def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
     if key in FAMILIES and missing:
         raise ModelError(f"--model {name} needs {', '.join(f'{number}=…' for number in missing)}")
     changed = replace(known[key], **given)
-    if changed.positions and "positions" not in given:  # they grow with the sequence
+    if changed.positions and "positions" not in given:  # position embeddings grow with the sequence
         changed = replace(changed, positions=max(changed.sequence, changed.positions))
     return transformer(changed, key)
 
 
 def model_numbers(words: Iterable[str]) -> dict[str, Any]:
-    """The values of a `Transformer` that words such as ``layers=96`` give."""
+    """Return the fields of a `Transformer` that ``words`` such as ``layers=96`` set, each with its value."""
     given: dict[str, Any] = {}
     for word in words:
         name, value = _number(word)
@@ -109,7 +112,7 @@ def model_numbers(words: Iterable[str]) -> dict[str, Any]:
 
 
 def _number(word: str) -> tuple[str, int | bool]:
-    """The field and value of a word such as ``layers=96`` or ``gated=yes``."""
+    """Return the field's name and the value in a word such as ``layers=96`` or ``gated=yes``."""
     name, _, value = word.partition("=")
     known = {f.name: f.type for f in fields(Transformer)}
     if name not in known:
@@ -150,7 +153,7 @@ _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 
 
 def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Model:
-    """The model that a Hugging Face ``config.json`` describes; ``numbers`` stand in place of the file's."""
+    """Return the model that a Hugging Face ``config.json`` describes; ``numbers`` replace the file's sizes."""
     if not isinstance(table, dict):
         raise ModelError(f"{origin} is no configuration: it holds no object")
     if isinstance(table.get("text_config"), dict):
@@ -181,7 +184,7 @@ def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Mod
 
 
 def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
-    """Refuse configurations of models that are none of equal transformer layers with all of their parameters."""
+    """Raise ModelError if a configuration is not a plain stack of equal transformer layers, without experts."""
     inner = table.get("ffn_config")
     tables = (table, inner) if isinstance(inner, dict) else (table,)
     if any(one.get(name) for one in tables for name in _EXPERTS):
@@ -197,7 +200,7 @@ def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
 
 
 def _config_number(table: Mapping[str, Any], number: str, origin: str) -> int | None:
-    """The value that a configuration has for ``number``, one of `FIELD_NAMES`; None: it has none, and need not."""
+    """Return the value of ``number``, a key of `FIELD_NAMES`, in a configuration; None if absent and optional."""
     names = FIELD_NAMES[number]
     name = next((name for name in names if table.get(name) is not None), None)
     if name is None and number in _USUAL:
@@ -214,27 +217,30 @@ def _config_number(table: Mapping[str, Any], number: str, origin: str) -> int | 
 
 
 def _printable(name: str) -> str:
-    """The letters of ``name`` that a terminal and a picture can show."""
+    """Return ``name`` without characters that cannot be printed, and with at most `_LONGEST_NAME` characters."""
     return "".join(filter(str.isprintable, name))[:_LONGEST_NAME].strip()
 
 
 _LONGEST_NAME: Final = 80
 _MODEL_FILE: Final = 1
-"""Version of the file that `model_text` writes."""
+"""Version of the file format of `model_text`."""
 
 
 def model_text(model: Model) -> str:
-    """The text of a file that `model_of` reads."""
+    """Return ``model`` as the JSON text of a file, which `model_of` can read."""
     return json.dumps({"popsize_model": _MODEL_FILE, **asdict(model)}, indent=1) + "\n"
 
 
 def model_digest(model: Model) -> str:
-    """What tells this model from those with another number: the SHA-256 of `model_text`."""
+    """Return the SHA-256 of `model_text`, in which any two different models differ."""
     return sha256(model_text(model).encode()).hexdigest()
 
 
 def model_of(table: Mapping[str, Any], origin: str) -> Model:
-    """The model in what `model_text` wrote; ModelError where something lacks, or is of another kind."""
+    """Return the model in ``table``, the parsed JSON of `model_text`.
+
+    Raises ModelError, which names the file ``origin``, if a field is missing or has the wrong type.
+    """
     if table.get("popsize_model") != _MODEL_FILE or table["popsize_model"] is True:
         version = shown(table.get("popsize_model"))
         raise ModelError(f"{origin} has version {version}; this one reads {_MODEL_FILE}: describe it again")
@@ -255,13 +261,13 @@ def model_of(table: Mapping[str, Any], origin: str) -> Model:
 
 
 def _layer(table: dict[str, Any]) -> Layer:
-    """A layer from JSON that was checked."""
+    """Return the layer that ``table``, parsed and checked JSON, describes."""
     splits = {key: Split(**value) for key, value in table.items() if isinstance(value, dict)}
     return Layer(**table | splits | {"name": _printable(table["name"]) or "layer", "parts": tuple(table["parts"])})
 
 
 _UNDIVIDED: Final = (("largest_tensor_group", 1),)
-"""The divisors of a model of which is not known what divides it."""
+"""The divisors of a model if its file does not say which tensor groups divide the model."""
 
 _LEAST_LAYER: Final = asdict(Layer(name="", parameters=Split(), can_recompute=False)) | {"parts": [0.0]}
 _LEAST_MODEL: Final = {
@@ -272,7 +278,7 @@ _LEAST_MODEL: Final = {
     "divisors": [("", 1)],
     "tied_parameters": 0.0,
 }
-"""A file of a model with the least numbers that it may have; a list may have more of what it has here."""
+"""The smallest legal file of a model: each number is the least legal value, and a list may be longer."""
 
 _KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
     (bool, bool, "true or false"),
@@ -283,11 +289,14 @@ _KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
     (tuple, list, "a name and a number"),
     (list, list, "a list"),
 )
-"""For each kind of value in `_LEAST_MODEL` what JSON has for it, and what errors call it."""
+"""Each type of value in `_LEAST_MODEL`, with the type of the parsed JSON, and the words of an error."""
 
 
 def _checked(value: Any, least: Any, name: str) -> Any:
-    """``value`` called ``name``, which must be of the kind of ``least`` and have all that this has."""
+    """Return ``value``, the JSON value ``name``, after comparing its type, keys and range with ``least``.
+
+    Raises TypeError or ValueError if ``value`` does not agree with ``least``.
+    """
     kind, word = next((kind, word) for own, kind, word in _KINDS if isinstance(least, own))
     is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not is_of_kind or (isinstance(least, tuple) and len(value) != len(least)):

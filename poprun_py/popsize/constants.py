@@ -1,4 +1,4 @@
-"""What programs reach of the figures in data sheets: the planner's constants, each with its physical cause."""
+"""The planner's constants: how much of a data sheet's speeds programs reach, and other measured times."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,25 +8,25 @@ from popsize.hardware import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The constants; `docs/sizing.md` says how they were found."""
+    """The planner's constants, each with its physical cause; `docs/sizing.md` explains how they were measured."""
 
     matmul_efficiency: float = 0.768  # share of the peak that large matrix products reach
-    # share of the memory's bandwidth that elementwise kernels, softmax, loss and optimizer reach
+    # Share of the memory's bandwidth that elementwise kernels, softmax, loss and optimizer reach.
     memory_efficiency: float = 0.92
     link_efficiency: float = 0.95  # share of a link's bandwidth that collectives inside a host reach
-    # what a collective of two devices waits for, beside its bytes: its start, and the later one
+    # Latency of a collective of two devices, without its bytes: the start, and the wait for the later device.
     collective_seconds: float = 101e-6
     launch_seconds: float = 30e-6  # a CPU's time to launch one kernel from Python
     ramp_seconds: float = 6.05e-6  # a device's idle time at the beginning and end of a kernel
     skew_kernels: float = 2.13  # launches that the all-reduces of a tensor group add to a layer
-    # launches that a layer has more where the masked softmax cannot be fused: where micro batch times heads of a
-    # device is no multiple of 4
+    # Further launches of a layer if the masked softmax cannot be fused, because micro batch times heads of a
+    # device is no multiple of 4.
     unfused_kernels: float = 47.7
-    # how much longer the logits take where no tensor group divides and pads the words
+    # Factor by which the logits are slower if no tensor group divides and pads the vocabulary.
     whole_logits_slowdown: float = 1.68
-    # share of the last stage's logits that filling and draining a pipeline waits for
+    # Share of the last stage's time for logits that is added when a pipeline fills and drains.
     drained_logits: float = 0.176
-    # a micro batch outside the layers: its data, the embedding, the bookkeeping of the loss
+    # Time of a micro batch outside the layers: its data, the embedding, the bookkeeping of the loss.
     outside_seconds: float = 1.65e-3
     context_bytes: float = 1.5 * GIB  # what the driver, libraries and communication buffers take of a GPU's memory
 

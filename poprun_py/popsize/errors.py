@@ -1,24 +1,24 @@
-"""The errors of the planner."""
+"""The errors that the planner raises."""
 
 
 class SizingError(Exception):
-    """Base of all errors of this package: what was asked, what rule it breaks, what to do."""
+    """Base class of all errors of popsize. The text names the request, the broken rule, and what to do."""
 
 
 class ModelError(SizingError):
-    """A model that is not known, or a description of one that lacks something."""
+    """Error: a model is unknown, or the description of a model is incomplete or wrong."""
 
 
 class MachineError(SizingError):
-    """A machine that is not known, or a file of machines that lacks something."""
+    """Error: a machine is unknown, or a file of machines is incomplete or wrong."""
 
 
 class MappingError(SizingError):
-    """A mapping that no program could run: it breaks a rule of the model or of the machine."""
+    """Error: no program could run a mapping, because the mapping breaks a rule of the model or of the machine."""
 
 
 def shown(value: object) -> str:
-    """A value of a file as an error shows it, however large or deep it is."""
+    """Return a value from a file as a short text for an error, even if the value is very large or deep."""
     try:
         return f"{value!r:.40}"
     except (ValueError, RecursionError):

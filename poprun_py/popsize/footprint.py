@@ -1,4 +1,4 @@
-"""How much memory a mapping needs on the fullest device, by kind."""
+"""Prediction of the memory that a mapping needs on the device that needs most, by kind of memory."""
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -12,29 +12,29 @@ from popsize.stages import Stage, shown_stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one device, by kind."""
+    """The bytes that one device needs, by kind."""
 
     weights: float  # the model's weights
-    gradients: float  # their gradients
+    gradients: float  # the gradients of the weights
     optimizer: float  # the optimizer's state, with the 32-bit copy of 16-bit weights
-    activations: float  # what forward passes leave for backward passes
-    # what is needed for a moment: gathered weights, a recomputed layer, the loss; and the driver's
+    activations: float  # activations that forward passes keep for backward passes
+    # Memory that is needed briefly (gathered weights, a recomputed layer, the loss), and the driver's memory.
     workspace: float
-    streaming: float = 0.0  # what waits in the slower memory beside the device
+    streaming: float = 0.0  # data in the slower memory beside the device
 
     @property
     def total(self) -> float:
-        """Bytes in the device's own memory."""
+        """Bytes in the device's own memory, of all kinds together."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
     @property
     def largest(self) -> str:
-        """The kind that takes most of the device's own memory."""
+        """Name of the kind that uses most of the device's own memory."""
         return max((f.name for f in fields(self) if f.name != "streaming"), key=lambda name: getattr(self, name))
 
 
 def memory_of(workload: Workload, mapping: Mapping) -> tuple[Memory, Stage]:
-    """The memory of the fullest device, and the stage that it belongs to."""
+    """Return the memory of the device that needs most, and the stage that this device belongs to."""
     every = (
         (_of_stage(stage, workload, mapping), stage) for stage in shown_stages(workload.model, mapping.pipeline)
     )
@@ -42,9 +42,9 @@ def memory_of(workload: Workload, mapping: Mapping) -> tuple[Memory, Stage]:
 
 
 def in_flight(mapping: Mapping, stage: int, num_micro_batches: int) -> float:
-    """Micro batches whose activations a stage keeps at once.
+    """Return the number of micro batches whose activations the stage with index ``stage`` keeps at the same time.
 
-    1F1B keeps ``p - i`` on stage ``i``; interleaved ``p + (p - 1 - 2 i) / v`` (the first stage's: Korthikanti).
+    1F1B keeps ``p - i`` on stage ``i``; interleaved ``p + (p - 1 - 2 i) / v`` (for the first stage: Korthikanti).
     """
     if mapping.schedule == "gpipe":
         return num_micro_batches
@@ -56,7 +56,7 @@ def in_flight(mapping: Mapping, stage: int, num_micro_batches: int) -> float:
 
 
 def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
-    """The memory of each device of ``stage``."""
+    """Return the memory that each device of ``stage`` needs."""
     if mapping.has_layer_phases:
         return _of_phases(workload, mapping)
     training, device = workload.training, workload.machine.device
@@ -91,7 +91,7 @@ def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
 
 
 def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
-    """The memory of a device that holds two phases at once, and of its share of what is stored."""
+    """Return the memory of a device if the model runs in phases: two phases, and a share of the store."""
     units, loop = phase_units(workload, mapping), phase_loop(workload, mapping)
     memory = memory_with(units, phase_cuts(units, mapping.phases, loop), loop)
     stored = sum(unit.updated_bytes + unit.state_bytes + loop.has_sums * unit.gradient_bytes for unit in units)
@@ -106,19 +106,19 @@ def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
 
 
 def phase_loop(workload: Workload, mapping: Mapping) -> Loop:
-    """How a step in phases runs."""
+    """Return the settings of a step in phases: micro batches, and whether replicas share a store."""
     number = mapping.num_micro_batches(workload.training.global_batch)
     return Loop(num_micro_batches=number, is_shared=_num_sharing(workload, mapping) > 1)
 
 
 def _num_sharing(workload: Workload, mapping: Mapping) -> int:
-    """Replicas of a host, which share what is stored."""
+    """Return the number of replicas on a host, which share one store of weights."""
     return min(mapping.replicas, max(1, workload.machine.devices_per_host // mapping.tensor))
 
 
 @lru_cache(maxsize=256)
 def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
-    """The bytes of each layer of a model that runs in phases; the replicas of a host share what is stored."""
+    """Return the bytes of each layer of a model that runs in phases. The replicas of a host share the store."""
     training, tensor = workload.training, mapping.tensor
     sharing = _num_sharing(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
@@ -148,7 +148,7 @@ def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
 
 
 def _activations(stage: Stage, workload: Workload, mapping: Mapping) -> float:
-    """Bytes that a device keeps for the backward passes of all micro batches that are under way."""
+    """Return the bytes of activations that a device keeps for all micro batches whose backward pass is to come."""
     stored = sum(
         n * layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
         for layer, n in stage.layers
@@ -158,11 +158,11 @@ def _activations(stage: Stage, workload: Workload, mapping: Mapping) -> float:
 
 
 def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
-    """Bytes that a device needs while ``layer`` runs, beside what is kept."""
+    """Return the bytes that a device needs while ``layer`` runs, besides the kept activations."""
     whole = layer.kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
     kept = layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
     brief = (layer.loss_bytes + layer.backward_bytes).on_device(mapping.tensor) + layer.output_bytes
-    # Sharded gradients are added where they are scattered, and those of a phase stay: both are counted elsewhere.
+    # Sharded gradients are added while they are scattered, and a phase's gradients stay: both are counted elsewhere.
     is_added = mapping.gradient_shards == 1 and mapping.phases == 1
     added = layer.largest_matrix.on_device(mapping.tensor) if is_added else 0.0
     samples = mapping.micro_batch * workload.width
@@ -170,7 +170,7 @@ def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
 
 
 def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
-    """Bytes that torch's pipelines and tensor groups need beside the activations that the equations count."""
+    """Return the bytes that torch's pipelines and tensor groups need besides the activations of the equations."""
     if workload.training.engine != "torch" or workload.machine.device.is_compiled_for:
         return 0.0
     number = mapping.num_micro_batches(workload.training.global_batch)
@@ -182,11 +182,11 @@ def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
 
 
 def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under_way: float) -> float:
-    """Bytes that a stage has for what it receives and sends, for one sample of each micro batch.
+    """Return the bytes of a stage's buffers for sent and received tensors, for one sample of each micro batch.
 
-    It has memory for what each micro batch of a step receives: activations, of which those under way count as
-    kept by its layers, and gradients. And it keeps what it has sent until the gradient of that comes. Sequences
-    are whole there: models compute positions from them outside their layers.
+    A stage has buffers for the activations and gradients that it receives for each micro batch of a step. The
+    received activations of micro batches under way are counted with the layers. A stage keeps a sent tensor until
+    its gradient arrives. Sequences are whole here, because models compute positions from whole sequences.
     """
     num_receiving = mapping.interleave - (stage.index == 0)
     num_sending = mapping.interleave - (stage.index == mapping.pipeline - 1)
@@ -194,9 +194,10 @@ def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under
 
 
 def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
-    """Bytes of whole sequences that are read by what is divided otherwise, for one sample of each micro batch.
+    """Return the bytes of sequences that sequence parallelism joins, for one sample of each micro batch.
 
-    torch keeps them, where others join them again. Embedding and logits are not divided by the sequence.
+    torch keeps the joined sequences; other libraries join the parts again in the backward pass. Embedding and
+    logits are not divided along the sequence.
     """
     kept = passing = 0.0
     for layer, n in stage.layers:
@@ -211,12 +212,12 @@ def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
 
 
 def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping: Mapping) -> float:
-    """Bytes of weights that are gathered for use, and of their gradients before these are sharded.
+    """Return the bytes of gathered weights, and of the gradients of these weights before they are sharded.
 
-    One layer is used while the next one is gathered. In a pipeline all layers of the stage stay gathered, as the
-    next micro batch needs them at once.
+    One layer is used while the next layer is gathered. In a pipeline all layers of the stage stay gathered,
+    because the next micro batch needs these layers at once.
     """
-    if mapping.weight_shards == 1 or mapping.phases > 1:  # the weights of a phase are counted whole
+    if mapping.weight_shards == 1 or mapping.phases > 1:  # the weights of a phase are counted as whole weights
         return 0.0
     if mapping.pipeline > 1:
         return parameters * (workload.training.used_bytes + workload.training.gradient_bytes)
@@ -226,9 +227,9 @@ def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping
 
 @lru_cache(maxsize=4096)
 def _phase_share(stage: Stage, tensor: int, phases: int) -> float:
-    """The share of a stage's parameters that its largest phase has, cut so that it has as few as possible.
+    """Return the share of a stage's parameters in its largest phase, if the stage is cut as evenly as possible.
 
-    The next phase is read while one runs: a part of a layer takes the place of the part that is done.
+    While one phase runs, the next phase is read: a part of a layer replaces the part that has been computed.
     """
     parts = tuple(
         share * layer.parameters.on_device(tensor)

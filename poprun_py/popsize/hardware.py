@@ -1,6 +1,6 @@
-"""A machine as a planner sees it: its devices, their memory and speed, and the links between them.
+"""Descriptions of machines for the planner: devices, memory, speed, and the links between devices.
 
-All figures are those of data sheets; `constants` says how much of them programs reach.
+All figures come from data sheets. The module `constants` has the shares of these figures that programs reach.
 """
 
 import re
@@ -28,38 +28,41 @@ _SIZES: Final = {
 
 
 def bytes_of(text: str, unit: str = "b") -> int | None:
-    """The bytes of a size such as ``2 GB``; a mere number is in ``unit``. None: it is no size."""
+    """Return the bytes of a text such as ``2 GB``; a number alone is in ``unit``. None if ``text`` is no size."""
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     size = _SIZES.get((found[2] or unit).lower()) if found else None
     return None if found is None or size is None else int(float(found[1]) * size) or None
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB: two digits behind the point, or three that are not 0."""
+    """Return ``size`` bytes as text in GiB with two decimals, or with three significant digits below 0.1."""
     return f"{size / GIB:.2f}" if size >= GIB / 10 else f"{size / GIB:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Device:
-    """One accelerator, or the share of a CPU that one instance has."""
+    """One accelerator, or the share of a CPU that one instance uses: memory and speeds."""
 
     name: str  # such as ``A100-80GB``
-    memory_bytes: float  # its own memory, as much as a program can use
-    flops: Mapping[str, float]  # operations a second of its matrix units, for each precision
-    memory_bytes_per_second: float  # how fast its memory is read
-    launches_ahead: bool = False  # whether a CPU starts its kernels one by one, ahead of it, as those of a GPU
-    operator_seconds: float = 0.0  # what an operation costs beside its work, where nothing runs ahead: on a CPU
-    streaming_bytes: float = 0.0  # slower memory beside it, which a program can use for what waits
-    streaming_bytes_per_second: float = 0.0  # how fast that is read
-    streaming_write_bytes_per_second: float = 0.0  # how fast that is written; 0: as fast as it is read
+    memory_bytes: float  # the device's own memory that a program can use
+    flops: Mapping[str, float]  # operations per second of the matrix units, for each precision
+    memory_bytes_per_second: float  # how fast the device's own memory is read
+    launches_ahead: bool = False  # whether a CPU launches kernels ahead of the device, as for a GPU
+    operator_seconds: float = 0.0  # overhead of each operation if nothing launches ahead, as on a CPU
+    streaming_bytes: float = 0.0  # slower memory beside the device, for data that the device does not use now
+    streaming_bytes_per_second: float = 0.0  # how fast the slower memory is read
+    streaming_write_bytes_per_second: float = 0.0  # how fast the slower memory is written; 0: as fast as read
 
     @property
     def is_compiled_for(self) -> bool:
-        """Whether it runs whole programs that were compiled for it, as an IPU does, and no single operations."""
+        """Whether the device runs whole compiled programs, as an IPU does, and not single operations."""
         return not (self.launches_ahead or self.operator_seconds)
 
     def precision(self, asked: str | None) -> Precision:
-        """``asked`` if the device has units for it; with None its usual one, of 16 bits if it has those."""
+        """Return ``asked``, or for None the device's usual precision: 16 bits if the device has 16-bit units.
+
+        Raises MachineError if the device has no units for ``asked``.
+        """
         known = [name for name in PRECISIONS if name in self.flops]
         usual: tuple[Precision, ...] = ("bf16", "fp16", *PRECISIONS)
         found = next((name for name in usual if name in known and asked in (None, name)), None)
@@ -68,27 +71,27 @@ class Device:
         return found
 
     def flops_at(self, precision: Precision) -> float:
-        """Operations a second in ``precision``; those of fp32 for what the device has no unit for."""
+        """Return the operations per second in ``precision``, or in fp32 if the device has no unit for it."""
         order = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16")}.get(precision, (precision,))
         return next((self.flops[name] for name in (*order, "fp32") if name in self.flops), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """Devices in hosts, and the links between them."""
+    """The devices of one or several equal hosts, and the speeds of the links between these devices."""
 
     name: str  # such as ``64xA100-80GB`` or ``POD64``
-    device: Device  # what each device is
-    num_devices: int  # how many there are in all
-    devices_per_host: int  # how many share the fast links
-    link_bytes_per_second: float  # what one device sends to its neighbours in the host, one way
-    network_bytes_per_second: float  # what one host sends to others, all its network cards together, one way
-    collective_seconds: float = 0.0  # what a collective of two devices waits for beside its bytes; 0: as on GPUs
+    device: Device  # the device; all devices are equal
+    num_devices: int  # number of devices of all hosts together
+    devices_per_host: int  # number of devices that the fast links connect
+    link_bytes_per_second: float  # what one device can send to the other devices of its host, one way
+    network_bytes_per_second: float  # what all network cards of one host together can send, one way
+    collective_seconds: float = 0.0  # latency of a collective of two devices, without its bytes; 0: as on GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevices:
-    """What the file of a mapping keeps of the machine that it is for."""
+    """The description of a machine in the file of a mapping: names, memory, and devices per host."""
 
     machine: str
     device: str
@@ -97,14 +100,14 @@ class PlannedDevices:
     are_gpus: bool
 
     def __post_init__(self) -> None:
-        """Refuse values that poprun-size does not write."""
+        """Raise ValueError if a value is of a type or size that poprun-size never writes."""
         are_numbers = _is_number(self.memory_gib, 0), _is_number(self.per_host, 1)
         if not (all(are_numbers) and {type(self.machine), type(self.device)} == {str}):
             raise ValueError(f"{shown(asdict(self))} are no devices")
 
     @classmethod
     def of(cls, machine: Machine) -> "PlannedDevices":
-        """What is kept of ``machine``."""
+        """Return the description of ``machine`` for the file of a mapping."""
         device = machine.device
         return cls(
             machine=machine.name,
@@ -131,15 +134,16 @@ FIGURES: Final[Mapping[str, tuple[float, float | None]]] = MappingProxyType(
         "collective_seconds": (0, 0),
     }
 )
-"""Figures of a described machine beside ``tflops``: the least, and the default; None: it is needed."""
+"""The least value and the default of each figure of a machine, apart from ``tflops``. None: no default."""
 
 _WHOLE: Final = ("devices_per_host", "num_devices")
 
 
 def machines_of(tables: object, origin: str) -> dict[str, Machine]:
-    """The machines that a YAML file describes, by name: each has ``tflops`` and other `FIGURES`.
+    """Return the machines that ``tables``, a YAML file's contents, describes, by name.
 
-    Where ``operator_seconds`` is one of them, no CPU launches kernels ahead of the device.
+    Each machine has ``tflops`` and `FIGURES`. If ``operator_seconds`` is given, nothing launches kernels ahead of
+    the device. Raises MachineError, which names the file ``origin``, if a machine is described wrongly.
     """
     if not isinstance(tables, dict) or not tables:
         raise MachineError(f"{origin}: no machines are described; give a name and its figures below it")
@@ -147,7 +151,7 @@ def machines_of(tables: object, origin: str) -> dict[str, Machine]:
 
 
 def _described(name: str, table: object, origin: str) -> Machine:
-    """One machine of a YAML file."""
+    """Return the machine ``name`` that ``table``, a part of a YAML file, describes."""
     if not name.isprintable():
         raise MachineError(f"{origin}: {name!r} has letters that cannot be printed: give another name")
     if not isinstance(table, dict):
@@ -183,7 +187,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
 
 
 def _figure(table: Mapping[str, object], key: str, place: str) -> float:
-    """One of `FIGURES` of a machine in a YAML file."""
+    """Return the figure ``key`` of a machine in a YAML file, or the default of ``key``, and check its range."""
     least, default = FIGURES[key]
     value = table.get(key, default)
     whole = key in _WHOLE
@@ -194,7 +198,7 @@ def _figure(table: Mapping[str, object], key: str, place: str) -> float:
 
 
 def _speeds(tflops: object, place: str) -> dict[str, float]:
-    """Operations a second for each precision, from a number for all, or one for each."""
+    """Return the operations per second of each precision, given one number for all, or one per precision."""
     speeds: dict[str, Any] = tflops if isinstance(tflops, dict) else dict.fromkeys(PRECISIONS, tflops)
     if not speeds or not all(key in PRECISIONS and _is_number(value, 1e-9) for key, value in speeds.items()):
         raise MachineError(f"{place} needs tflops: a number, or one for each of {', '.join(PRECISIONS)}")
@@ -202,7 +206,7 @@ def _speeds(tflops: object, place: str) -> dict[str, float]:
 
 
 def _is_number(value: object, least: float) -> TypeGuard[float]:
-    """Whether a value is a number from ``least`` on that a machine could have."""
+    """Return whether ``value`` is a number from ``least`` to 10^12, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
@@ -237,11 +241,11 @@ _GC200: Final = {
 DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
     machines_of(
         {
-            # NVIDIA's data sheets; memory as nvidia-smi says it
+            # Speeds are from NVIDIA's data sheets. The memory is the memory that nvidia-smi prints.
             "A100-40GB": _A100 | {"memory_gib": 39.4, "memory_gb_per_second": 1555},
             "A100-80GB": _A100 | {"memory_gib": 79.2, "memory_gb_per_second": 2039},
             "H100-80GB": _H100 | {"memory_gib": 79.65, "memory_gb_per_second": 3350},
-            # cards: two in a pair have NVLink of 600 GB/s both ways
+            # These are PCIe cards: NVLink connects two cards with 600 GB/s both ways.
             "H100-PCIe-80GB": _H100
             | {
                 "tflops": {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0, "fp8": 1513.0},
@@ -256,7 +260,7 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
                 "memory_gb_per_second": 3900,
                 "link_gb_per_second": 300,
             },
-            # torchtitan's notes on its benchmarks
+            # The source is torchtitan's notes on its benchmarks.
             "H100-96GB": _H100 | {"memory_gib": 95.0, "memory_gb_per_second": 2400},
             "H200-141GB": _H100 | {"memory_gib": 139.8, "memory_gb_per_second": 4800},
             "GC200": _GC200,
@@ -264,18 +268,18 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
         "popsize",
     )
 )
-"""The devices that a name is enough for: machines of one device, with the links of the usual host."""
+"""The devices that poprun-size knows by name, each as a machine of one device with a usual host's links."""
 
 
 def is_called(name: str, model: str) -> bool:
-    """Whether a driver calls a device of `DEVICES` ``model``, such as ``NVIDIA A100-SXM4-80GB``."""
+    """Return whether the device ``name`` is the GPU that a driver calls ``model``: NVIDIA A100-SXM4-80GB."""
     kind, model_form, form = name.partition("-")[0], _form_of(model), _form_of(name)
     has_form = any(_form_of(other) == model_form for other in DEVICES if other.startswith(f"{kind}-"))
     return form == (model_form if has_form else "") and re.search(rf"\b{kind}\b", model) is not None
 
 
 def _form_of(name: str) -> str:
-    """Return in which form a device is built that others of its kind are not; empty for the usual form."""
+    """Return the unusual form of a device that its name contains: ``PCIe`` or ``NVL``; an empty text otherwise."""
     found = re.search(r"\b(PCIe|NVL)\b", name)
     return found[0] if found else ""
 
@@ -284,11 +288,14 @@ _ALIASES: Final = {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB
 _PODS: Final = ("POD16", "POD64", "POD128", "POD256")
 _MACHINE_IPUS: Final = 4
 _LINKED_IPUS: Final = 64
-"""IPU-Links connect so many at most, a network the rest."""
+"""The largest number of IPUs that IPU-Links connect. A network connects more IPUs."""
 
 
 def named_machine(text: str, machines: Mapping[str, Machine] = MappingProxyType({})) -> Machine:
-    """The machine that ``text`` names: ``64xA100-80GB``, ``POD64``, ``4xPOD64``, or one of ``machines``."""
+    """Return the machine that ``text`` names, such as ``64xA100-80GB``, ``4xPOD64``, or a key of ``machines``.
+
+    Raises MachineError if no machine has the name.
+    """
     match = re.fullmatch(r"(?:(\d{1,15})\s*[x*]\s*)?(.+)", text.strip())
     number, name = (match[1], match[2]) if match else (None, text)
     if number is not None and not int(number):

@@ -19,7 +19,7 @@ from popsize.stages import most_phases
 
 Sharding = Literal["none", "optimizer", "gradients", "weights"]
 SHARDING: Final[tuple[Sharding, ...]] = ("none", "optimizer", "gradients", "weights")
-"""What is sharded over replicas; each includes what stands before it."""
+"""What is sharded over replicas. Each choice after ``none`` also shards what the choices before it shard."""
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: Final[tuple[Schedule, ...]] = ("gpipe", "1f1b", "interleaved")
@@ -27,38 +27,38 @@ SCHEDULES: Final[tuple[Schedule, ...]] = ("gpipe", "1f1b", "interleaved")
 ENGINES: Final = ("torch", "other")
 
 OPTIMIZER_BYTES: Final = {"sgd": 0, "momentum": 4, "lion": 4, "adam": 8, "adamw": 8, "lamb": 8}
-"""Bytes of state a parameter, beside a 32-bit copy of the weights where these have 16 bits."""
+"""Bytes of optimizer state for each parameter, without the 32-bit copy that 16-bit weights need."""
 
 GRADIENT_BYTES: Final = (2, 4)
 
 SCHEMA: Final = 1
-"""Version of the file that `save` writes."""
+"""Version of the file of a mapping, whose text `saved` returns."""
 
 MOST_DEVICES: Final = 2**24
 MOST_LAYERS: Final = 10_000
 MOST_SAMPLES: Final = 10**12
-"""The largest machine, model and global batch that are planned."""
+"""The largest number of devices, of layers, and of samples of a global batch that poprun-size plans."""
 
 _LARGEST_ROOT: Final = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How the model is trained, whatever the mapping."""
+    """The training settings that do not depend on the mapping: batch, precision, optimizer and gradients."""
 
     global_batch: int  # samples of a step, over all replicas
-    precision: Precision = "bf16"  # what is computed in
+    precision: Precision = "bf16"  # precision of the computation
     optimizer: str = "adamw"  # one of `OPTIMIZER_BYTES`
     gradient_bytes: int = 4  # bytes of a gradient; 4 where it is added in 32 bits
     # whether weights are kept in 32 bits and cast when they are used (autocast, FSDP), in place of 16-bit weights
     # with a 32-bit copy in the optimizer
     full_weights: bool = False
-    # what stages and tensor groups are made with: ``torch`` has memory for what each micro batch sends, and keeps
-    # whole sequences where sequence parallelism joins them; ``other`` needs what the equations count
+    # The library of pipelines and tensor groups. ``torch`` allocates memory for what each micro batch sends, and
+    # keeps whole sequences where sequence parallelism joins their parts; ``other`` needs only what is computed.
     engine: str = "torch"
 
     def __post_init__(self) -> None:
-        """Refuse values that are not known, and a batch without samples."""
+        """Raise MappingError if a value is unknown or the global batch has no samples."""
         if not 1 <= self.global_batch <= MOST_SAMPLES:
             raise MappingError(f"a global batch has 1 to {MOST_SAMPLES} samples, and not {self.global_batch}")
         _one_of("precision", self.precision, PRECISIONS)
@@ -74,32 +74,32 @@ class Training:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight that stays on the device."""
+        """Bytes of one weight as the device stores it."""
         return 2 if self.half and not self.full_weights else 4
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of a weight that was gathered for use."""
+        """Bytes of one weight as a forward or backward pass uses it, after a gather or a cast."""
         return 2 if self.half else 4
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer for a parameter: its state, and a 32-bit copy of 16-bit weights."""
+        """Bytes that the optimizer stores for one parameter: state, and a 32-bit copy of a 16-bit weight."""
         return OPTIMIZER_BYTES[self.optimizer] + (4 if self.half and not self.full_weights else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """What is mapped: a model, the machine that it is for, and how it is trained."""
+    """A model, the machine that trains the model, and the training settings: the input of a prediction."""
 
     model: Model  # the model
     machine: Machine  # the machine; all its devices are used
     training: Training  # batch, precision and optimizer
     memory_limit_bytes: float | None = None  # how much of a device's memory may be used; None: all
-    constants: Constants = CONSTANTS  # what programs reach of the machine's figures
+    constants: Constants = CONSTANTS  # which share of the machine's speeds programs reach
 
     def __post_init__(self) -> None:
-        """Refuse what is too large to plan, and limits that are none."""
+        """Raise MappingError if machine or model are too large, or the memory limit is not a number above 0."""
         limit = self.memory_limit_bytes
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise MappingError(f"a memory limit of {limit} bytes is no limit: give a number above 0")
@@ -112,57 +112,57 @@ class Workload:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes of a device that may be used: no more than it has."""
+        """Bytes of a device's memory that may be used: the memory limit, or all memory if that is less."""
         memory = self.machine.device.memory_bytes
         return memory if self.memory_limit_bytes is None else min(memory, self.memory_limit_bytes)
 
     @property
     def width(self) -> int:
-        """How many times as large as 16-bit activations those of this precision are."""
+        """Size of an activation in this precision, as a multiple of 16 bits: 1 or 2."""
         return 1 if self.training.half else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapping:
-    """How devices share the model; `tensor` times `pipeline` times `replicas` devices."""
+    """How devices share the model. The mapping uses `tensor` times `pipeline` times `replicas` devices."""
 
     tensor: int = 1  # devices that share each layer
     pipeline: int = 1  # stages that the layers are cut into
     replicas: int = 1  # copies of the model that train on other samples
     micro_batch: int = 1  # samples that a replica computes at once
     schedule: Schedule = "1f1b"  # in which order a stage computes forward and backward passes
-    interleave: int = 1  # pieces of the model that a stage has, with ``interleaved``; 1 with the others
-    recompute: Recompute = "none"  # what is computed again in the backward pass in place of being kept
-    sequence_parallel: bool = False  # whether a tensor group divides norms and dropout, too, along the sequence
+    interleave: int = 1  # pieces of the model that a stage has if ``schedule`` is ``interleaved``; otherwise 1
+    recompute: Recompute = "none"  # what the backward pass computes again instead of keeping it
+    sequence_parallel: bool = False  # whether a tensor group also divides norms and dropout, along the sequence
     sharding: Sharding = "none"  # what is sharded over replicas
     weight_shards: int = 1  # over how many replicas weights are sharded
     optimizer_shards: int = 1  # over how many replicas the optimizer's state is sharded
     offload_activations: bool = False  # whether activations wait in the slower memory beside the device
-    offload_optimizer: bool = False  # whether the optimizer's state is there
-    phases: int = 1  # parts of a stage's layers that are in memory one after the other; 1: all are
+    offload_optimizer: bool = False  # whether the optimizer's state is in the slower memory
+    phases: int = 1  # parts of a stage's layers that are in memory one after the other; 1: all layers at once
 
     @property
     def num_devices(self) -> int:
-        """Devices that it uses."""
+        """Number of devices that the mapping uses."""
         return self.tensor * self.pipeline * self.replicas
 
     @property
     def has_layer_phases(self) -> bool:
-        """Whether its phases are runs of whole layers, as `popdist.parallel.phased` trains them."""
+        """Whether each phase consists of whole layers, which `popdist.parallel.phased` trains."""
         return self.phases > 1 and self.pipeline == 1 and self.sharding == "none"
 
     @property
     def gradient_shards(self) -> int:
-        """Over how many replicas gradients are sharded: as the weights, or as the optimizer if these are whole."""
+        """Number of replicas over which gradients are sharded; 1 if gradients are not sharded."""
         return {"gradients": self.optimizer_shards, "weights": self.weight_shards}.get(self.sharding, 1)
 
     def num_micro_batches(self, global_batch: int) -> int:
-        """Micro batches that a replica computes in a step: the gradient accumulation."""
+        """Return how many micro batches a replica computes in a step: the gradient accumulation."""
         return max(1, global_batch // (self.replicas * self.micro_batch))
 
     @property
     def text(self) -> str:
-        """It in the words that `--fix` and `--explain` take; what has its default is left out."""
+        """The mapping as text for `--fix` and `--explain`: the four main values, and all that are not default."""
         plain = Mapping()
         names = [f.name for f in fields(self)]
         shown = [name for name in names if name in _ALWAYS or getattr(self, name) != getattr(plain, name)]
@@ -186,19 +186,19 @@ _NAMES: Final = {
     }.items()
     for name in names.split()
 }
-"""Names of the field for ours."""
+"""Maps each name that other libraries use for a value of a mapping to the name in `Mapping`."""
 
 ACCUMULATION: Final = (
     *("accumulation", "accumulate", "ga", "gas", "grad_accum"),
     *("gradient_accumulation", "gradient_accumulation_steps"),
 )
-"""Names of the field for the number of micro batches, which follows from a mapping."""
+"""Names that other libraries use for the number of micro batches, which `Mapping` computes and does not store."""
 
 NOT_PLANNED: Final = {
     **dict.fromkeys(("cp", "context", "context_parallel", "context_parallel_size"), "context parallelism"),
     **dict.fromkeys(("ep", "expert", "expert_parallel", "expert_parallel_size"), "expert parallelism"),
 }
-"""Names of the field for what no mapping has, and what each means."""
+"""Maps names of other libraries for parallelism that poprun-size does not plan to the words of the error."""
 
 _VALUES: Final[Table[str, Table[str, str]]] = {
     "recompute": {"full": "layer", "selective": "attention"}
@@ -211,13 +211,13 @@ _VALUES: Final[Table[str, Table[str, str]]] = {
         "no": "none",
     },
 }
-"""Other words of the field for values of ours."""
+"""For each value of a mapping, maps the words of other libraries to the words that `Mapping` uses."""
 
 _CHOICES: Final = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "sharding": SHARDING}
 
 
 def parse_mapping(words: str) -> dict[str, Any]:
-    """The values that ``words`` give, such as ``tensor=8,pipeline=4``; ``tensor=8x8`` is a group of 64."""
+    """Return the values in a text such as ``tensor=8,pipeline=4``, by name; ``tensor=8x8`` means 64."""
     found: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in words.replace(" ", ",").split(","))):
         name, equals, value = part.partition("=")
@@ -231,7 +231,10 @@ def parse_mapping(words: str) -> dict[str, Any]:
 
 
 def mapping_name(name: str) -> str:
-    """Our name of a value of a mapping, from ours or another of the field's."""
+    """Return the field of `Mapping` that ``name`` means, such as ``tensor`` for ``tp``.
+
+    Raises MappingError if no field has this meaning.
+    """
     plain = name.strip().lower().lstrip("-").replace("-", "_")
     known = [f.name for f in fields(Mapping)]
     key = _NAMES.get(plain, plain)
@@ -249,7 +252,7 @@ def mapping_name(name: str) -> str:
 
 
 def parse_value(key: str, value: str) -> Any:
-    """What ``value`` says for ``key``, one of our names."""
+    """Return the text ``value`` converted to the type of the field ``key`` of `Mapping`."""
     word = value.strip().lower()
     if key in _CHOICES:
         return _one_of(key, _VALUES[key].get(word, word), _CHOICES[key])
@@ -261,7 +264,7 @@ def parse_value(key: str, value: str) -> Any:
 
 
 def parse_count(name: str, value: str) -> int:
-    """The whole number of 1 or more that ``value`` says for ``name``, also as ``8.0``."""
+    """Return the text ``value``, such as ``8`` or ``8.0``, as an integer; MappingError if it is not 1 or more."""
     found = re.fullmatch(r"0*([1-9][0-9]{0,14})(?:\.0*)?", value)
     if found is None:
         raise MappingError(f"{name}={value:.40}: give a whole number of 1 or more")
@@ -269,9 +272,9 @@ def parse_count(name: str, value: str) -> int:
 
 
 def completed(values: Table[str, Any], num_devices: int) -> Mapping:
-    """The mapping of ``values`` to ``num_devices``: replicas fill these, and shards go over all replicas.
+    """Return a mapping with ``values``; unless given, replicas fill ``num_devices`` and shard over all replicas.
 
-    A stage of several pieces is interleaved, and layers that run in phases are computed again.
+    If a stage has several pieces, the schedule is interleaved. Layers that run in phases are recomputed.
     """
     size = values.get("tensor", 1) * values.get("pipeline", 1)
     replicas = values.get("replicas", max(1, num_devices // size))
@@ -283,7 +286,7 @@ def completed(values: Table[str, Any], num_devices: int) -> Mapping:
 
 
 def check(mapping: Mapping, workload: Workload) -> None:
-    """Refuse, by a MappingError that names the rule and what is nearest, a mapping that no program could run."""
+    """Raise MappingError with the broken rule and the nearest legal values if no program could run ``mapping``."""
     if (mapping.offload_activations or mapping.offload_optimizer or mapping.phases > 1) and not (
         workload.machine.device.streaming_bytes_per_second
     ):
@@ -297,7 +300,7 @@ def check(mapping: Mapping, workload: Workload) -> None:
 
 
 def check_model(mapping: Mapping, model: Model) -> None:
-    """Refuse, as `check`, a tensor group or stages that do not divide the model."""
+    """Raise MappingError if the tensor group or the stages of ``mapping`` do not divide ``model``."""
     _check_tensor(mapping, model)
     pipeline, interleave = mapping.pipeline, mapping.interleave
     if pipeline * interleave > model.num_layers:
@@ -313,7 +316,7 @@ def check_model(mapping: Mapping, model: Model) -> None:
 
 
 def _check_tensor(mapping: Mapping, model: Model) -> None:
-    """Refuse a tensor group that does not divide the model."""
+    """Raise MappingError if the tensor group does not divide the sizes of the model or the sequence."""
     if undivided := model.undivided(mapping.tensor):
         name, number = undivided[0]
         near = [t for t in divisors(number) if not model.undivided(t)]
@@ -333,7 +336,7 @@ def _check_tensor(mapping: Mapping, model: Model) -> None:
 
 
 def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
-    """Refuse pieces of stages without their schedule, and phases that the model has no layers for."""
+    """Raise MappingError if phases, interleaving and schedule do not fit each other or the model's layers."""
     model, pipeline, interleave = workload.model, mapping.pipeline, mapping.interleave
     most = most_phases(model, pipeline, are_layers=mapping.has_layer_phases)
     if mapping.phases > most:
@@ -357,7 +360,7 @@ def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
 
 
 def _check_batch(mapping: Mapping, global_batch: int) -> None:
-    """Refuse replicas and micro batches that do not divide the global batch."""
+    """Raise MappingError if the replicas and the micro batch do not divide the global batch."""
     if global_batch % mapping.micro_batch:
         raise MappingError(
             f"micro_batch={mapping.micro_batch} does not divide a global batch of {global_batch}: "
@@ -372,7 +375,7 @@ def _check_batch(mapping: Mapping, global_batch: int) -> None:
 
 
 def _check_shards(mapping: Mapping) -> None:
-    """Refuse groups of shards that are no groups of replicas, or that shard nothing."""
+    """Raise MappingError if the numbers of shards do not divide the replicas or do not fit the sharding."""
     weights, optimizer = mapping.weight_shards, mapping.optimizer_shards
     for name, number in (("weight_shards", weights), ("optimizer_shards", optimizer)):
         if mapping.replicas % number:
@@ -397,7 +400,7 @@ def _check_shards(mapping: Mapping) -> None:
 
 
 def saved(mapping: Mapping, workload: Workload) -> str:
-    """The text of the file that `poprun --parallelism` takes."""
+    """Return ``mapping`` as the text of a JSON file that `poprun --parallelism` reads."""
     table = {
         "schema": SCHEMA,
         "model": workload.model.name,
@@ -412,15 +415,15 @@ def saved(mapping: Mapping, workload: Workload) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedMapping:
-    """What the file of a mapping holds."""
+    """The contents of a mapping's file: the mapping, the training settings and the devices."""
 
     mapping: Mapping
     training: Training
-    devices: PlannedDevices | None  # None where the file does not say
+    devices: PlannedDevices | None  # None if the file has no ``machine``
 
 
 def loaded(text: str, origin: str, model: Model | None = None) -> SavedMapping:
-    """What `saved` wrote; with ``model`` only a mapping that is planned for it."""
+    """Return the mapping in the text that `saved` made; MappingError if it was planned for another ``model``."""
     try:
         table = json.loads(text)
         if table["schema"] != SCHEMA:
@@ -442,30 +445,33 @@ def loaded(text: str, origin: str, model: Model | None = None) -> SavedMapping:
 
 
 def from_table(table: Table[str, Any]) -> Mapping:
-    """The mapping with these values, by their names."""
+    """Return a mapping with the values in ``table``, whose keys are names such as ``tensor`` or ``tp``."""
     values = {mapping_name(name): value for name, value in table.items()}
     return Mapping(**{name: parse_value(name, _word(value)) for name, value in values.items()})
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """``value``, which must be one of ``choices``."""
+    """Return ``value``. Raises MappingError if ``value`` is not one of ``choices``."""
     if value not in choices:
         raise MappingError(f"{name}={value}: it is one of {', '.join(choices)}")
     return value
 
 
 def _word(value: object) -> str:
-    """A value as it is written in the words of a mapping: ``yes``, ``no``, or itself."""
+    """Return a value as the text of a mapping has it: ``yes`` or ``no`` for a bool, otherwise ``str(value)``."""
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 @lru_cache(maxsize=512)
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of ``number``, least first; above 10^12 only those up to 10^6 and their partners."""
+    """Return the divisors of ``number``, ascending.
+
+    Above 10^12, only divisors up to 10^6, and ``number`` divided by each of these, are returned.
+    """
     low = [d for d in range(1, min(math.isqrt(number), _LARGEST_ROOT) + 1) if number % d == 0]
     return tuple(sorted({*low, *(number // d for d in low)}))
 
 
 def _nearest(number: int, legal: Sequence[int]) -> str:
-    """The two legal numbers nearest to ``number``."""
+    """Return the two numbers in ``legal`` that are nearest to ``number``, as text for an error."""
     return " and ".join(map(str, sorted(sorted(legal, key=lambda n: abs(n - number))[:2])))

@@ -1,7 +1,7 @@
-"""A model as a planner sees it: layers with their parameters, activations and operations.
+"""Descriptions of models for the planner: layers with numbers of parameters, bytes of activations and operations.
 
-The equations of a transformer layer are those of Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models" (arXiv 2205.05198), widened to grouped-query heads, gated MLPs and fused attention.
+The equations of a transformer layer come from Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv 2205.05198), and are extended to grouped-query heads, gated MLPs and fused attention.
 """
 
 from dataclasses import dataclass, replace
@@ -14,22 +14,22 @@ Recompute = Literal["none", "attention", "layer"]
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "attention", "layer")
 
 HALF_BYTES: Final = 2
-"""Bytes of an activation: 16 bits. Other precisions scale it."""
+"""Bytes of a 16-bit activation. Other precisions multiply the bytes of activations by a factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """An amount of which tensor parallelism divides one part and repeats the other."""
+    """An amount in two parts: tensor parallelism divides one part, and repeats the other part on each device."""
 
     divided: float = 0.0  # the part that is divided over the devices of a tensor group
     whole: float = 0.0  # the part that each of these devices has in full, unless sequence parallelism divides it
 
     def on_device(self, tensor: int, *, sequence_parallel: bool = False) -> float:
-        """The amount on one device of a group of ``tensor`` devices."""
+        """Return the amount on one device of a tensor group of ``tensor`` devices."""
         return self.divided / tensor + self.whole / (tensor if sequence_parallel else 1)
 
     def __add__(self, other: "Split") -> "Split":
-        """Both amounts together."""
+        """Return the sum of both amounts."""
         return Split(divided=self.divided + other.divided, whole=self.whole + other.whole)
 
 
@@ -38,40 +38,40 @@ _NOTHING: Final = Split()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """A layer, or several equal ones that follow each other. All amounts are those of one layer."""
+    """A layer, or a run of equal layers. All amounts are the amounts of one layer."""
 
     name: str  # such as ``block`` or ``embedding``
     count: int = 1  # how many such layers follow each other
     parameters: Split  # number of parameters
     kept: Split = _NOTHING  # bytes of 16-bit activations that a sample leaves for the backward pass
-    # the part of ``kept`` that selective recomputation saves (``recompute=attention``): what the core of the
-    # attention leaves; with fused attention what torch's selective checkpointing computes again
+    # The part of ``kept`` that selective recomputation (``recompute=attention``) does not keep: activations of the
+    # core of attention, or with fused attention those that torch's selective checkpointing computes again.
     cheap: Split = _NOTHING
     cheap_flops: Split = _NOTHING  # operations of the matrix products that selective recomputation computes again
-    # bytes of the output of one sample, which the next layer reads: all that stays where the layer is recomputed,
-    # and what is sent where the model is cut behind it
+    # Bytes of the output of one sample. If the layer is recomputed, only these bytes are kept; if a stage ends
+    # after the layer, these bytes are sent.
     output_bytes: float = 0.0
-    # operations of its matrix products in the forward pass of one sample; the backward pass has twice as many
+    # Operations of the matrix products in the forward pass of one sample. The backward pass has twice as many.
     matmul_flops: Split = _NOTHING
-    attention_flops: Split = _NOTHING  # operations of the attention's products of activations, likewise
+    attention_flops: Split = _NOTHING  # operations of attention's products of activations in this forward pass
     score_bytes: Split = _NOTHING  # bytes that the attention's scores move in the forward pass of one sample
-    memory_bytes: Split = _NOTHING  # bytes that its elementwise operations move in the forward pass of one sample
-    num_kernels: float = 0.0  # kernels of its forward pass; the backward pass counts as two
-    # all-reduces of ``output_bytes`` that tensor parallelism adds to its forward pass, and to its backward pass
+    memory_bytes: Split = _NOTHING  # bytes that elementwise operations move in the forward pass of one sample
+    num_kernels: float = 0.0  # kernels of the forward pass; the backward pass counts as two forward passes
+    # All-reduces of ``output_bytes`` that tensor parallelism adds to each of the forward and the backward pass.
     num_reductions: int = 0
-    loss_bytes: Split = _NOTHING  # bytes that a loss at its output needs for a sample, and not longer
-    # bytes of gradients of activations that its backward pass has at once for a sample, beside what the forward
-    # pass kept and the gradient of its output
+    loss_bytes: Split = _NOTHING  # bytes that a loss at the layer's output needs for a sample while it is computed
+    # Bytes of gradients of activations that the backward pass of a sample needs at the same time, without the
+    # activations that the forward pass kept and without the gradient of the output.
     backward_bytes: Split = _NOTHING
-    # parameters of its largest matrix: its gradient is computed apart, and then added
+    # Parameters of the largest matrix, because its gradient needs memory of its own before it is added.
     largest_matrix: Split = _NOTHING
-    # heads whose scores are masked and scaled in a kernel of their own; 0: attention is fused, or there is none
+    # Heads whose scores a separate kernel masks and scales; 0 if attention is fused or the layer has no attention.
     mask_heads: int = 0
-    can_recompute: bool = True  # whether recomputation applies to it: not to an embedding or to logits
-    parts: tuple[float, ...] = (1.0,)  # shares of its parameters between the places where a phase may end
+    can_recompute: bool = True  # whether the layer can be recomputed; an embedding and logits cannot
+    parts: tuple[float, ...] = (1.0,)  # shares of the parameters between the places where a phase may end
 
     def stored(self, recompute: Recompute) -> Split:
-        """Bytes that one sample leaves for the backward pass, with ``recompute``."""
+        """Return the bytes of activations that one sample leaves for the backward pass, given ``recompute``."""
         if recompute == "none" or not self.can_recompute:
             return self.kept
         if recompute == "layer":
@@ -81,30 +81,30 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """A model: its layers in order, and what it may be divided by."""
+    """A model: the layers in order, and the sizes that a tensor group has to divide."""
 
-    name: str  # what people call it
+    name: str  # the model's usual name
     sequence: int  # tokens of a sample; 1 for models without sequences
     layers: tuple[Layer, ...]  # the layers, first to last
-    # what a tensor group has to divide: names and numbers, such as ``(("heads", 96), ("hidden", 12288))``
+    # Sizes that a tensor group has to divide: names and numbers, such as ``(("heads", 96), ("hidden", 12288))``.
     divisors: tuple[tuple[str, int], ...] = ()
-    # parameters of the last layer that are those of the first one; where these stand on two stages, both have them
+    # Parameters that the last layer shares with the first layer. If both are on different stages, each has a copy.
     tied_parameters: float = 0.0
 
     def undivided(self, tensor: int) -> list[tuple[str, int]]:
-        """The `divisors` that ``tensor`` devices do not divide; they may repeat heads of keys."""
+        """Return the `divisors` that ``tensor`` devices cannot divide; devices may share a head of keys."""
         pairs = [(name, number) for name, number in self.divisors if number % tensor]
         return [(name, number) for name, number in pairs if name != "kv_heads" or tensor % number]
 
     @cached_property
     def num_parameters(self) -> float:
-        """Parameters of the whole model; tied ones count once."""
+        """Number of parameters of the whole model; tied parameters count once."""
         total = sum(layer.count * (layer.parameters.divided + layer.parameters.whole) for layer in self.layers)
         return total - self.tied_parameters
 
     @cached_property
     def num_layers(self) -> int:
-        """Layers that stages and phases are made of: those of the longest run of equal ones."""
+        """Number of layers in the longest run of equal layers; stages and phases divide these layers."""
         return self.block.count
 
     @cached_property
@@ -114,13 +114,13 @@ class Model:
 
     @cached_property
     def flops_per_sample(self) -> float:
-        """Operations of a forward and a backward pass of one sample, without recomputation."""
+        """Number of operations of a forward and a backward pass of one sample, without recomputation."""
         return 3 * sum(it.count * (it.matmul_flops + it.attention_flops).on_device(1) for it in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The numbers of a transformer, as papers give them."""
+    """The sizes and options that define a transformer, as papers print them."""
 
     layers: int  # number of blocks
     hidden: int  # width of the residual stream
@@ -142,7 +142,7 @@ class Transformer:
     full_loss: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no transformer has."""
+        """Raise ModelError if a size is out of range or heads do not divide the sizes."""
         needed = ("layers", "hidden", "heads", "sequence")
         for name in (*needed, "vocab", "head_width", "kv_heads", "ffn", "positions"):
             least, most = int(name in needed), 10**5 if name == "layers" else 10**9
@@ -155,12 +155,12 @@ class Transformer:
 
     @property
     def query_width(self) -> int:
-        """Width of the queries, and of what attention puts out."""
+        """Width of the queries of all heads together, and of the output of attention."""
         return self.heads * (self.head_width or self.hidden // self.heads)
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values."""
+        """Width of the keys of all heads together; the values have the same width."""
         return (self.kv_heads or self.heads) * (self.head_width or self.hidden // self.heads)
 
     @property
@@ -170,7 +170,7 @@ class Transformer:
 
 
 def transformer(numbers: Transformer, name: str = "transformer") -> Model:
-    """The model of a transformer of these numbers."""
+    """Return the model that has the sizes ``numbers``; without a vocabulary, only the blocks."""
     layers: tuple[Layer, ...] = (replace(_block(numbers), count=numbers.layers),)
     if numbers.vocab:
         layers = (_embedding(numbers), *layers, _head(numbers))
@@ -188,7 +188,7 @@ def transformer(numbers: Transformer, name: str = "transformer") -> Model:
 
 
 def _block(n: Transformer) -> Layer:
-    """One block: attention and MLP, with a norm before each."""
+    """Return one block of a transformer: attention and an MLP, with a norm before each."""
     width, query, tokens = n.hidden, n.query_width, n.sequence
     attending = 2 * width * (query + n.kv_width)
     matrices = attending + (3 if n.gated else 2) * width * n.ffn_width
@@ -206,7 +206,7 @@ def _block(n: Transformer) -> Layer:
     cheap, again = Split(divided=core), Split()
     if n.fused_attention:
         again = Split(divided=2.0 * tokens * width * (n.kv_width + query + n.ffn_width))
-        # Kept: the input, the queries, the values, the output of attention, one product in the MLP, and its last.
+        # torch keeps the input, queries, values, attention's output, and the last and one more product of the MLP.
         cheap = Split(
             divided=kept.divided - tokens * HALF_BYTES * (2 * query + n.kv_width + n.ffn_width),
             whole=kept.whole - tokens * HALF_BYTES * 2 * width,
@@ -239,7 +239,7 @@ def _block(n: Transformer) -> Layer:
 
 
 def _embedding(n: Transformer) -> Layer:
-    """The table of words and that of positions."""
+    """Return the layer of the embeddings of words and of positions."""
     return Layer(
         name="embedding",
         parameters=Split(divided=float(n.vocab * n.hidden), whole=float(n.positions * n.hidden)),
@@ -250,7 +250,7 @@ def _embedding(n: Transformer) -> Layer:
 
 
 def _head(n: Transformer) -> Layer:
-    """The last norm, the logits and the loss."""
+    """Return the layer of the last norm, the logits and the loss."""
     tokens, matrix = n.sequence, float(n.vocab * n.hidden)
     return Layer(
         name="head",

@@ -1,8 +1,8 @@
-"""Phases: the runs of layers that are in memory one after another, while the rest of a model waits in a store.
+"""The planner of phases: parts of a model that are in memory one after another, while the rest is in a store.
 
-There are two slots of memory, for the phases of even and of odd numbers. While one computes, what the phase before
-changed is written from the other, and the next phase is read into it. A slot keeps its phase until another one is
-read: two phases stay where the forward pass turns into the backward pass, and where that turns into the next one.
+Two slots of memory hold phases with even and with odd numbers. While one slot's phase computes, the changes of the
+phase before are written from the other slot, and then the next phase is read into this other slot. A slot keeps a
+phase until another phase is read, so no phase is read when a forward pass turns into a backward pass, or back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,40 +15,40 @@ from typing import Final
 _GIB: Final = 2**30
 _HALVINGS: Final = 64
 _WALKED: Final = 4
-"""Micro batches whose schedule is walked: those between the first two and the last one are alike."""
+"""The largest number of micro batches that are simulated. Each further one is as long as the third of these."""
 
 _EQUALLY_FAST: Final = 1.01
 
 _FINE: Final = 16
-"""Up to so many phases each number is tried; above it two neighbours at so many places."""
+"""Up to this number of phases, each number is tried; above, two neighbouring numbers at so many places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """What a unit, such as a layer, takes on one instance: the least that is read as a whole."""
+    """The bytes and seconds of a unit, such as a layer, on one instance. A unit is always read as a whole."""
 
-    weight_bytes: float  # its weights, trained or not
-    updated_bytes: float  # of these, what this instance updates and writes
-    gradient_bytes: float  # gradients of its trained weights
+    weight_bytes: float  # the unit's weights, trained or not
+    updated_bytes: float  # the part of the weights that this instance updates and writes
+    gradient_bytes: float  # gradients of the unit's trained weights
     state_bytes: float  # the optimizer's state that this instance reads and writes
-    input_bytes: float  # its inputs, which are kept from its forward pass to its backward pass
-    running_bytes: float  # what it needs while it runs: what its layers keep for their backward pass
-    forward_seconds: float  # its forward pass of a micro batch
-    backward_seconds: float  # its backward pass of a micro batch, with the forward pass that is computed again
-    update_seconds: float  # its update
+    input_bytes: float  # the unit's inputs, which are kept from the forward pass to the backward pass
+    running_bytes: float  # activations that the unit's layers keep for the backward pass while the unit runs
+    forward_seconds: float  # the forward pass of a micro batch
+    backward_seconds: float  # the backward pass of a micro batch, with the forward pass that is computed again
+    update_seconds: float  # the update of the unit's weights
 
     def slot_bytes(self, *, has_sums: bool) -> float:
-        """Bytes of a slot that holds it, with a sum of its gradients where the store has those."""
+        """Return the bytes that the unit uses in a slot; with ``has_sums``, sums of gradients are included."""
         return self.weight_bytes + self.state_bytes + has_sums * self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """How a step runs."""
+    """The settings of a step in phases: number of micro batches, and where weights are updated."""
 
     num_micro_batches: int = 1
-    updates_apart: bool = False  # whether updates have a pass of their own, as they need all gradients first
-    is_shared: bool = False  # whether other instances update weights, too: these are read anew in the next step
+    updates_apart: bool = False  # whether updates have a pass of their own, because they need all gradients first
+    is_shared: bool = False  # whether other instances also update weights, so that a step reads all weights anew
 
     @property
     def has_sums(self) -> bool:
@@ -58,7 +58,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpeed:
-    """How fast the store is for one instance, while the others of its host read and write, too."""
+    """The speed of the store for one instance while all instances of the host read and write."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
@@ -66,50 +66,50 @@ class StoreSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMemory:
-    """The most bytes that a step needs, by kind."""
+    """The largest number of bytes that a step in phases needs in memory, by kind."""
 
-    weights: float  # in two slots, each as large as the largest phase that it gets
-    state: float  # of the optimizer, in these slots
-    sums: float  # of gradients, in these slots
-    activations: float  # inputs of units, and the unit that runs with its gradients, at the fullest moment
+    weights: float  # weights in the two slots, each as large as the slot's largest phase
+    state: float  # the optimizer's state in the two slots
+    sums: float  # sums of gradients in the two slots
+    activations: float  # inputs of units, and the running unit with its gradients, when this sum is largest
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes of all kinds together."""
         return self.weights + self.state + self.sums + self.activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStep:
-    """What a step takes: seconds by what they are spent on, and bytes."""
+    """The predicted duration of a step in phases, by activity, and the bytes that the step reads and writes."""
 
     computing: float  # seconds of passes and updates
-    reading: float  # seconds in which it waits for what is read, as nothing is computed meanwhile
-    writing: float  # seconds in which it waits for what is written, likewise
-    read_bytes: float  # from the store
-    written_bytes: float  # to the store
+    reading: float  # seconds in which the step only waits for reads
+    writing: float  # seconds in which the step only waits for writes
+    read_bytes: float  # bytes read from the store
+    written_bytes: float  # bytes written to the store
 
     @property
     def seconds(self) -> float:
-        """All seconds."""
+        """The duration of the step, in seconds: computing and waiting together."""
         return self.computing + self.reading + self.writing
 
     def grown(self, shorter: "PhaseStep", times: int) -> "PhaseStep":
-        """With what it takes more than ``shorter``, so many times more."""
+        """Return this step plus ``times`` the difference between this step and the step ``shorter``."""
         values = {f.name: (getattr(self, f.name), getattr(shorter, f.name)) for f in fields(self)}
         return PhaseStep(**{name: value + times * (value - less) for name, (value, less) in values.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """Which units are read together, and what a step takes then."""
+    """A division of the units into phases, with the memory and the duration of a step."""
 
     cuts: tuple[int, ...]  # the first unit of each phase
     memory: PhaseMemory
     step: PhaseStep
 
     def sentence(self, beside_bytes: float) -> str:
-        """What a person reads when a program starts, which needs so much memory beside what is planned."""
+        """Return the plan as text for a user; ``beside_bytes`` is what the program needs besides the plan."""
         number, step, rest = len(self.cuts), self.step, self.memory.activations
         return (
             f"{number} phase{'s' if number > 1 else ''}: {_shown(self.memory.total - rest)} for {min(2, number)} "
@@ -122,10 +122,10 @@ class PhasePlan:
 def plan_phases(
     units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, loop: Loop
 ) -> PhasePlan | PhaseMemory:
-    """The fewest phases that fit into ``budget_bytes`` and take at most a hundredth longer than the fastest.
+    """Return the plan with the fewest phases that fits ``budget_bytes`` and is at most 1 % slower than any plan.
 
-    Where none fit, the memory of those that need least. The largest phases need not be fastest: nothing is
-    computed while the last one is written, and little while the first state of the optimizer is read.
+    If no plan fits, return the least memory of a plan. Few large phases are not always fastest, because nothing is
+    computed while the last phase is written, and little while the first state of the optimizer is read.
     """
     numbers = numbers_of_phases(len(units))
     plans = [plan_with(units, phase_cuts(units, number, loop), speed, loop) for number in numbers]
@@ -137,7 +137,7 @@ def plan_phases(
 
 
 def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, loop: Loop) -> PhasePlan:
-    """What a step takes with phases that begin at these units."""
+    """Return the memory and the duration of a step whose phases begin at the units with the indices ``cuts``."""
     phases, number = _joined(units, cuts), loop.num_micro_batches
     step = _walked(phases, speed, replace(loop, num_micro_batches=min(number, _WALKED)))
     if number > _WALKED:
@@ -147,7 +147,7 @@ def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed,
 
 
 def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> PhaseMemory:
-    """The most bytes that a step needs with phases that begin at these units."""
+    """Return the memory of a step whose phases begin at the units with the indices ``cuts``."""
     phases = _joined(units, cuts)
     size = partial(UnitCost.slot_bytes, has_sums=loop.has_sums)
     slots = [max(part, key=size) for part in (phases[::2], phases[1::2]) if part]
@@ -163,13 +163,13 @@ def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> P
 
 
 def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop) -> tuple[int, ...]:
-    """The first units of ``num_phases`` phases, of which the largest is as small as it can be."""
+    """Return the first unit of each of ``num_phases`` phases, chosen so that the largest phase is smallest."""
     return even_cuts(tuple(unit.slot_bytes(has_sums=loop.has_sums) for unit in units), num_phases)
 
 
 @lru_cache(maxsize=4096)
 def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
-    """Where each of ``number`` parts of ``sizes`` begins, of which the largest is as small as it can be."""
+    """Return where to cut ``sizes`` into ``number`` parts so that the largest sum of a part is smallest."""
     least, most = max(*sizes, sum(sizes) / number), sum(sizes)
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
@@ -178,7 +178,7 @@ def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
 
 
 def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ...]:
-    """Where parts of up to ``most`` begin, ``number`` at least, of which the last ones are filled first."""
+    """Return where at least ``number`` parts of ``sizes`` begin, filled up to ``most`` from the last part on."""
     begins, filled = list[int](), 0.0
     for place in reversed(range(1, len(sizes))):
         filled += sizes[place]
@@ -189,13 +189,13 @@ def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ..
 
 
 def numbers_of_phases(most: int) -> list[int]:
-    """The numbers of phases that are tried, even and odd ones."""
+    """Return the numbers of phases to try, up to ``most``; among large numbers, some even and odd neighbours."""
     step = most // _FINE + 1
     return [it for it in range(1, most + 1) if it <= _FINE or it % step in (0, 1) or it >= most - 1]
 
 
 def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
-    """What the units of each phase take together."""
+    """Return the cost of each phase: the sum of the costs of the units in the phase."""
     names = [f.name for f in fields(UnitCost)]
     return [
         UnitCost(**{name: sum(getattr(unit, name) for unit in units[first:last]) for name in names})
@@ -205,16 +205,16 @@ def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A phase that is computed once."""
+    """One computation of a phase in a step: a forward pass, a backward pass or an update."""
 
     phase: int
     computing: float  # seconds
-    read_bytes: float  # beside its weights, which a slot may have
+    read_bytes: float  # bytes to read, without the weights, which may be in a slot already
     written_bytes: float
 
 
 def _visits(phases: Sequence[UnitCost], loop: Loop) -> Iterator[_Visit]:
-    """The phases of a step in their order: of each micro batch forward and backward; updates apart are last."""
+    """Yield the computations of a step in order: each micro batch forward and backward, then separate updates."""
     rows = [*enumerate(phases)]
     for number in range(loop.num_micro_batches):
         for place, phase in rows:
@@ -232,19 +232,20 @@ def _visits(phases: Sequence[UnitCost], loop: Loop) -> Iterator[_Visit]:
 
 
 def _updated(place: int, phase: UnitCost, seconds: float, read_bytes: float) -> _Visit:
-    """A visit that updates a phase, too."""
+    """Return a computation of ``phase`` that also updates the phase's weights."""
     seconds += phase.update_seconds
     return _Visit(place, seconds, read_bytes + phase.state_bytes, phase.updated_bytes + phase.state_bytes)
 
 
 def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, loop: Loop) -> PhaseStep:
-    """What a walk over a step finds, which begins with the first two phases in the slots if no others wrote them.
+    """Simulate a step in phases, and return its duration and bytes.
 
-    One transfer follows another: what a visit changed is written behind the read of the next visit, and before
-    that of the one after it, which needs the slot.
+    At first phases 0 and 1 are in the slots, unless other instances have changed them (``loop.is_shared``). Only
+    one transfer runs at a time. The changes of a visit are written after the read of the next visit, and before
+    the read of the second visit after it, which needs the slot.
     """
     held = set() if loop.is_shared else {0, 1}
-    reading = writing = read_bytes = started = ended = free = 0.0  # ``free``: when the store has nothing to do
+    reading = writing = read_bytes = started = ended = free = 0.0  # ``free``: when the store is idle again
     visits = [*_visits(phases, loop)]
     done: list[tuple[float, float]] = []  # when each visit ended, and the seconds of its write
     for place, visit in enumerate(visits):
@@ -277,5 +278,5 @@ def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, loop: Loop) -> PhaseS
 
 
 def _shown(size: float) -> str:
-    """Bytes as a person reads them."""
+    """Return ``size`` bytes as text in GiB, or in MiB below 1 GiB."""
     return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"
