@@ -162,7 +162,7 @@ def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
     whole = layer.kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
     kept = layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
     brief = (layer.loss_bytes + layer.backward_bytes).on_device(mapping.tensor) + layer.output_bytes
-    # Sharded gradients are added while they are scattered, and a phase's gradients stay: both are counted elsewhere.
+    # Sharded gradients are added while scattered, and the gradients of a phase stay: both are counted elsewhere.
     is_added = mapping.gradient_shards == 1 and mapping.phases == 1
     added = layer.largest_matrix.on_device(mapping.tensor) if is_added else 0.0
     samples = mapping.micro_batch * workload.width

@@ -1,8 +1,8 @@
-"""The leases of a job of several hosts: acquired from each host's own pool before anything starts, all or none.
+"""The leases of a job on several hosts: before the start, poprun acquires a lease on every host, or on none.
 
-A process on each host (`lease_holder`) requests the lease there. Hosts come one after the other, in an order that
-is the same for all jobs, whatever they call the hosts: a job that waits holds only hosts that come before the one
-it waits for, so two jobs never wait for each other, and of two that want the same hosts at once one gets them all.
+A process on each host (`lease_holder`) requests the lease from the host's pool. All jobs request hosts in the same
+order, whatever names they use for the hosts. A waiting job therefore holds only hosts that come earlier in this
+order, so two jobs never wait for each other, and one of two jobs that want the same hosts gets all of them.
 """
 
 import json
@@ -31,7 +31,7 @@ from poprun.plan.request import RemoteSettings
 from poprun.text import screen
 
 HOLDER_MARK: Final = "poprun-lease:"
-"""The mark of a holder's lines: a shell's startup files may print lines of their own."""
+"""The beginning of each line of a lease holder, because a shell's startup files may print other lines."""
 
 _ANSWER_SECONDS: Final = 60.0
 _SLACK_SECONDS: Final = 60.0
@@ -48,7 +48,7 @@ _Message = dict[str, Any]
 
 @contextmanager
 def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> Iterator[LeasedPlan]:
-    """Hold what a job needs of each of its hosts for the length of a block; the job with its leases."""
+    """Hold a lease on each host of the job for the length of a block; yield the job with these leases."""
     if not (job.plan.takes_lease or job.plan.owns_cores):
         yield job
         return
@@ -62,7 +62,7 @@ def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> 
 
 
 class _HostLeases:
-    """What a job holds on each of its hosts."""
+    """The leases of a job: one lease on each host, and the process that holds this lease."""
 
     def __init__(self, plan: LaunchPlan, *, is_fixed: bool) -> None:
         self._plan = plan
@@ -72,7 +72,7 @@ class _HostLeases:
         self._granted: dict[str, _Message] = {}
 
     def acquire(self) -> None:
-        """Acquire the leases of all hosts."""
+        """Acquire a lease on every host, one host after the other."""
         for host in self._plan.hosts:
             self._start_holder(host, self._plan)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -84,8 +84,8 @@ class _HostLeases:
             self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
     def reacquire(self, network: JobNetwork) -> JobNetwork:
-        """Acquire anew the leases of hosts that were lost, before a restart; ``network`` with them."""
-        # It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
+        """Before a restart, acquire new leases on hosts that lost theirs; return ``network`` with the leases."""
+        # A restart never waits: a job that holds some hosts and waits for an earlier host might wait for ever.
         plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
         for host in [host for host, holder in self._holders.items() if not holder.is_there()]:
             self._holders[host].release()
@@ -99,7 +99,7 @@ class _HostLeases:
         return self.within(network)
 
     def within(self, network: JobNetwork) -> JobNetwork:
-        """``network`` with the devices that each host has given, and the address of the lease there."""
+        """Return ``network`` with the devices that each host has leased to the job, and each lease's address."""
         hosts = tuple(
             replace(
                 route,
@@ -111,7 +111,7 @@ class _HostLeases:
         return replace(network, hosts=hosts, lease_holders=tuple(holder.pid for holder in self._holders.values()))
 
     def held(self) -> tuple[HeldLease, ...]:
-        """The leases of the job, host by host."""
+        """Return the leases of the job, host by host."""
         return tuple(
             HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
             for host in self._plan.hosts
@@ -119,7 +119,7 @@ class _HostLeases:
         )
 
     def end(self) -> None:
-        """Give everything back."""
+        """Release all leases, and wait briefly for the lease holders to end."""
         for holder in self._holders.values():
             holder.release()
         until = time.monotonic() + _LEAVE_SECONDS
@@ -132,7 +132,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """Check that each host has a pool of its own, or the job would wait for itself."""
+    """Check that no two hosts have the same pool, because the job would then wait for itself."""
     first: dict[str, str] = {}
     for host, machine in machines.items():
         if (twin := first.setdefault(machine, host)) != host:
@@ -143,7 +143,7 @@ def check_machines(machines: Mapping[str, str]) -> None:
 
 
 def _until(plan: LaunchPlan) -> float | None:
-    """The monotonic time at which a host must have answered; None where the job waits for others."""
+    """Return the monotonic time until which a host has to answer; None if the job waits for other jobs."""
     vipu = plan.vipu
     if vipu.waits_for_devices:
         return None
@@ -151,7 +151,7 @@ def _until(plan: LaunchPlan) -> float | None:
 
 
 class LeaseHolder:
-    """The process that holds the lease of a job on one host, reached over ``remote``; None is this machine."""
+    """The process that holds a job's lease on one host, started with ``remote`` or, if None, on this machine."""
 
     def __init__(self, host: str, remote: RemoteSettings | None) -> None:
         self.host = host
@@ -177,23 +177,26 @@ class LeaseHolder:
 
     @property
     def pid(self) -> int:
-        """Id of the process here: the holder itself, or the ssh or srun that leads to it."""
+        """Id of the local process: the lease holder, or the ssh or srun process that started the holder."""
         return self._process.pid
 
     def send(self, message: _Message) -> Self:
-        """Send a line; that nobody reads it shows when no answer comes."""
+        """Send ``message`` to the holder. A failed write raises nothing, because no answer will come then."""
         with suppress(OSError):
             self._orders.write(json.dumps(message).encode() + b"\n")
         return self
 
     def acquire(self, until: float | None) -> _Message:
-        """Have the process acquire what the job needs; its answer, see :meth:`answer`."""
+        """Order the holder to acquire the job's lease; return the holder's message with the lease."""
         granted = self.send({"order": "acquire"}).answer("held", until)
         self._holds = True
         return granted
 
     def answer(self, wanted: str, until: float | None) -> _Message:
-        """The next message that has ``wanted``; an error, or none before ``until``, is a PoprunError."""
+        """Wait for the next message that has the key ``wanted``, and return the message.
+
+        Raises PoprunError if the holder sends an error, ends, or does not answer before the time ``until``.
+        """
         while True:
             message = self._receive(until)
             if wanted in message:
@@ -205,7 +208,7 @@ class LeaseHolder:
                 raise kind(f"host {self.host}: {message['error']}")
 
     def is_there(self) -> bool:
-        """Whether the process still holds what it acquired."""
+        """Return whether the holder still answers, and therefore still holds the lease."""
         try:
             self.send({"order": "ping"}).answer("here", time.monotonic() + _PING_SECONDS)
         except PoprunError:
@@ -213,7 +216,7 @@ class LeaseHolder:
         return True
 
     def release(self) -> None:
-        """Have the process give back what it holds, and close the line to it."""
+        """Order the holder to release the lease, and close the pipe to the holder."""
         if self._holds:
             self.send({"order": "release"})
             self._holds = False
@@ -221,11 +224,11 @@ class LeaseHolder:
             self._orders.close()
 
     def end(self, until: float) -> None:
-        """Check that the process has ended, before the monotonic time ``until``."""
+        """Wait until the monotonic time ``until`` for the process to end, and then kill the process if needed."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            # also what ssh has started, such as another ssh (ProxyJump)
+            # The group is killed because ssh may have started other processes, such as another ssh (ProxyJump).
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._answers.close()
@@ -250,7 +253,7 @@ class LeaseHolder:
         return data
 
     def _complaint(self) -> str:
-        """The last line that ssh, or the process itself, wrote to its standard error."""
+        """Return the last line that ssh or the holder wrote to standard error, in brackets; empty if none."""
         if not _is_readable(self._complaints, _COMPLAINT_SECONDS):
             return ""
         lines = os.read(self._complaints.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
@@ -259,7 +262,7 @@ class LeaseHolder:
 
 
 def _is_readable(stream: IO[bytes], patience_seconds: float | None) -> bool:
-    """Whether there is something to read, or comes in so many seconds; None waits for it."""
-    poll = select.poll()  # with many hosts there are descriptors above those that select takes
+    """Wait up to ``patience_seconds`` (None: for ever) for data in ``stream``; return whether data can be read."""
+    poll = select.poll()  # select does not accept the large descriptors that many hosts need
     poll.register(stream, select.POLLIN)
     return bool(poll.poll(None if patience_seconds is None else patience_seconds * 1000))

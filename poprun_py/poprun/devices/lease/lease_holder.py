@@ -1,7 +1,7 @@
 """The process that holds a job's lease on one host: ``python -I lease_holder.py FOLDER``, started by poprun.
 
-It holds the lease from attempt to attempt, and hands the open file that is the lease to the agents there. When
-poprun is out of reach, it ends at once and gives nothing back: the lease ends with the last of the agents.
+The process holds the lease for all attempts, and sends the lease's open file to the agents of its host. If poprun
+cannot be reached, the process ends at once without releasing the lease: the lease then ends with the last agent.
 """
 
 import json
@@ -27,7 +27,7 @@ from poprun.plan.plan_file import read_plan
 
 
 def main() -> None:
-    """Acquire what the plan needs when poprun orders it, and hold it until poprun orders its release."""
+    """Acquire the lease of a plan when poprun orders it, and hold the lease until poprun orders the release."""
     orders = _Orders()
     request = orders.next()
     try:
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def machine_of(pool: str) -> str:
-    """Words that distinguish the pool at ``pool`` from those of other machines, whatever the machine is called."""
+    """Return a text that identifies the pool in the folder ``pool``, whatever names its machine has."""
     with opened_place(pool, makes=True) as descriptor:
         folder = os.fstat(descriptor)
     return f"{boot_id()} {folder.st_dev} {folder.st_ino}"
 
 
 class _Orders:
-    """The orders that poprun sends, a line each; when it can send no more, this process ends."""
+    """The orders that poprun sends on standard input, one per line. At end of file the whole process ends."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ class _Orders:
 
 
 def _hand_out(descriptors: list[int]) -> str:
-    """Hand the open file of the lease to agents of this user; the address at which they connect."""
+    """Start a thread that sends the lease's open files to this user's agents; return the thread's address."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"poprun-lease-{os.getpid()}-{os.urandom(16).hex()}"
     listener.bind(abstract_address(address))
@@ -104,7 +104,7 @@ def _answer_agents(listener: socket.socket, descriptors: list[int]) -> NoReturn:
 
 
 def _end_at_once() -> NoReturn:
-    """End at once, without a word to the pool: what the agents still hold is still the job's."""
+    """End this process without changing the pool, because agents that still run still hold the job's lease."""
     os._exit(0)
 
 

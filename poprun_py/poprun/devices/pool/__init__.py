@@ -1,5 +1,5 @@
-"""The pool of a machine: who holds which of its virtual IPUs, for all users and without a daemon.
+"""The pool of a machine: a folder that records which job uses which virtual IPU, for all users, without a daemon.
 
-Others use `pool`, whose methods take and return values; each is one transaction. `place` opens the folder and sees
-that it can be trusted, `folder` reads, writes and locks its files, `contents` is what stands in them.
+Other packages use `pool`, whose methods take and return values; each method is one transaction. `place` opens and
+checks the folder, `folder` reads, writes and locks the files, and `contents` defines the contents of the files.
 """

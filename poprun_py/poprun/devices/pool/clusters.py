@@ -1,4 +1,4 @@
-"""The cluster of virtual IPUs that the pool of a machine hands out, and what a job may name of it."""
+"""The choice of the cluster of virtual IPUs for a machine's pool, and checks of names that a job gives."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def choose_cluster(
     ipus_per_host: int | None = None,
     pod: Cluster | None = None,
 ) -> Cluster:
-    """The virtual IPUs of this machine: its part of a described pod, else its GPUs, else shares of its cores."""
+    """Return a machine's virtual IPUs: its part of ``pod`` if given, else its GPUs, else shares of its cores."""
     if pod is not None:
         return on_machine(pod, (hostname, hostname.partition(".")[0]))
     if not gpus:
@@ -27,7 +27,7 @@ def choose_cluster(
 
 
 def pod_of(text: str) -> Cluster:
-    """The pod that ``text`` names, such as ``POD16``, or the file of that name describes."""
+    """Return the pod that ``text`` names, such as ``POD16``, or that the YAML file ``text`` describes."""
     found = named_pod(text)
     if found is not None:
         return found
@@ -39,7 +39,7 @@ def pod_of(text: str) -> Cluster:
 
 
 def check_names(ours: Cluster, allocation: str | None, cluster: str | None = None) -> None:
-    """Check that an allocation and a cluster are there."""
+    """Raise PartitionError if the cluster ``ours`` has no such allocation, or another name than ``cluster``."""
     if cluster is not None and cluster != ours.name:
         raise PartitionError(f"there is no cluster {cluster}: there is {ours.name}")
     if allocation is not None and allocation not in ours.allocations:
@@ -50,7 +50,7 @@ def check_names(ours: Cluster, allocation: str | None, cluster: str | None = Non
 
 
 def check_hosts_of(cluster: Cluster, hosts: Sequence[str]) -> None:
-    """Check that ``hosts`` are among those of a cluster that names its hosts."""
+    """Raise PlanError if ``cluster`` lists its hosts and one of ``hosts`` is not among the cluster's hosts."""
     strangers = [host for host in hosts if host not in cluster.hosts]
     if cluster.hosts and strangers:
         raise PlanError(

@@ -1,8 +1,8 @@
-"""The files of a pool's folder, in which every user writes: opened, read, made and locked so that none misleads.
+"""The files of a pool's folder: opened, read, made and locked safely, although every user can write in the folder.
 
-Whatever stands in the folder may have been put there by another user. So a file is opened relative to the open
-folder; links are not followed, and a pipe keeps nobody waiting. It must be a plain file with one name. It is
-written under a new name that nobody can guess, and renamed; another user's file is never opened for writing.
+Another user may have made any file in the folder. Therefore a file is opened relative to the open folder, symbolic
+links are not followed, and a pipe does not block. Only a regular file with one name is accepted. A file is written
+under a new name that nobody can guess, and then renamed. Another user's file is never opened for writing.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from poprun.devices.pool.place import opened_place
 from poprun.errors import PoolError
 from poprun.launch.process.process_tree import user_name
 
-BUSY_SECONDS: Final = 120.0  # how long to wait for others to finish what they do, of milliseconds each
+BUSY_SECONDS: Final = 120.0  # how long to wait for other processes, which each lock the folder for milliseconds
 MAX_FILE_BYTES: Final = 4 * 2**20
 _MAX_FILES: Final = 50_000
 _KEY: Final = re.compile("([a-z]+)-([0-9a-f]{32})")
@@ -34,19 +34,19 @@ _MODE: Final = 0o644  # everybody who may look into the folder reads its files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFile:
-    """A file of the folder with its owner, as it was when it was read."""
+    """The contents and the owner of a file of the folder at the time when the file was read."""
 
     uid: int
     data: bytes
 
     @property
     def is_own(self) -> bool:
-        """Whether this process may change or remove it."""
+        """Whether this process may change or remove the file: as the file's owner or as root."""
         return os.geteuid() in (0, self.uid)
 
 
 class PoolFolder:
-    """The open folder of a pool, whose ``path`` is for messages only; every method raises PoolError."""
+    """The open folder of a pool. Methods raise PoolError if the system refuses; ``path`` is only for messages."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class PoolFolder:
 
     @contextmanager
     def alone(self, busy_seconds: float) -> Iterator[None]:
-        """Lock the folder for the length of a block, so that nobody else changes anything meanwhile."""
+        """Lock the folder for the length of a block, so that no other process changes the pool."""
         if not _lock(self._descriptor, busy_seconds):
             raise PoolError(f"pool {self.path}: others have kept it locked for {busy_seconds:g} s: try again")
         try:
@@ -63,7 +63,7 @@ class PoolFolder:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def keys(self, *kinds: str) -> list[tuple[str, str]]:
-        """Kind and key of every file of these kinds."""
+        """Return the kind and the key of every file whose kind is in ``kinds``, sorted."""
         found = []
         with self._errors(), os.scandir(self._descriptor) as entries:
             for number, entry in enumerate(entries):
@@ -77,7 +77,7 @@ class PoolFolder:
         return sorted(found)
 
     def read(self, kind: str, key: str) -> PoolFile | None:
-        """A file, or None where there is none any more."""
+        """Read the file with this kind and key; return None if there is no such file."""
         with self._opened(kind, key) as (descriptor, uid):
             if descriptor is None:
                 return None
@@ -88,7 +88,7 @@ class PoolFolder:
         return PoolFile(uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
-        """Make or replace a file as a whole, as root for the user ``uid``, if ``is_lasting`` for after a crash."""
+        """Write a file atomically; for root, ``uid`` becomes the owner. ``is_lasting`` data survive a crash."""
         if len(data) > MAX_FILE_BYTES:
             raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
         new = f"{_NEW}-{secrets.token_hex(16)}"
@@ -109,12 +109,12 @@ class PoolFolder:
                 os.close(descriptor)
 
     def remove(self, kind: str, key: str) -> None:
-        """Remove a file, if there is one."""
+        """Remove the file with this kind and key, if there is such a file."""
         with self._errors():
             self._unlink(f"{kind}-{key}")
 
     def make_lock(self, kind: str, key: str, data: bytes = b"") -> int:
-        """Make a file and lock it; the lock ends when the last copy of its descriptor is closed."""
+        """Make and lock a file, and return its descriptor. The lock ends when all its copies are closed."""
         with self._errors():
             descriptor = self._create(f"{kind}-{key}")
             try:
@@ -127,8 +127,8 @@ class PoolFolder:
         return descriptor
 
     def is_locked(self, kind: str, key: str, uid: int | None = None) -> bool | None:
-        """Whether a process has locked a file of the user ``uid``, or of anybody; None where there is none."""
-        # to be able to read a file is enough to try its lock
+        """Return whether a process has locked a file; None if there is no such file of the user ``uid``."""
+        # A process that can only read the file can also try to lock the file.
         try:
             with self._opened(kind, key) as (descriptor, owner):
                 if descriptor is None or (uid is not None and owner != uid):
@@ -141,7 +141,7 @@ class PoolFolder:
         return False
 
     def remove_own(self, keeps: Mapping[str, Collection[str]]) -> None:
-        """Remove this user's files of some kinds, but not the keys in ``keeps``, while nobody else writes."""
+        """Remove this user's files except the keys in ``keeps``, which lists the keys to keep for each kind."""
         for kind, key in self.keys(_NEW, *keeps):
             if key not in keeps.get(kind, ()):
                 with suppress(OSError):
@@ -150,7 +150,7 @@ class PoolFolder:
                         self._unlink(f"{kind}-{key}")
 
     def damage(self, kind: str, key: str, uid: int, how: str) -> PoolError:
-        """The error about a file that is not as poprun writes it."""
+        """Return the error that reports a damaged file of the user ``uid``; ``how`` is the damage in words."""
         file = f"{self.path}/{kind}-{key}"
         return PoolError(
             f"pool {self.path}: {kind}-{key} is not as poprun writes it ({how}), and was left as it is. It "
@@ -159,7 +159,7 @@ class PoolFolder:
 
     @contextmanager
     def _opened(self, kind: str, key: str) -> Iterator[tuple[int | None, int]]:
-        """The descriptor of a plain file, None where there is none, and its owner."""
+        """Open a file for the length of a block; yield its descriptor (None if there is no file) and its owner."""
         name = f"{kind}-{key}"
         with self._errors():
             try:
@@ -201,13 +201,13 @@ class PoolFolder:
 
 @contextmanager
 def opened_folder(path: str, *, makes: bool) -> Iterator[PoolFolder]:
-    """The folder of the pool at ``path`` for the length of a block; see `place.opened_place`."""
+    """Open the folder of the pool at ``path`` for the length of a block, as `place.opened_place` does."""
     with opened_place(path, makes=makes) as descriptor:
         yield PoolFolder(path, descriptor)
 
 
 def _lock(descriptor: int, patience_seconds: float) -> bool:
-    """Lock a folder, and wait for it at most ``patience_seconds``; whether it is locked now."""
+    """Try to lock a folder for at most ``patience_seconds``; return whether this process has the lock."""
     deadline, pause_seconds = time.monotonic() + patience_seconds, _SHORTEST_PAUSE_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What stands in a pool, as rows for people and for programs. Pure."""
+"""The contents of a pool as rows, which are printed as a table or as JSON. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ _GAP: Final = "   "
 
 
 def partition_rows(state: PoolState) -> list[Row]:
-    """A row for each partition."""
+    """Return a row for each partition in the pool."""
     return [partition_row(partition, state) for partition in state.partitions]
 
 
 def partition_row(partition: Partition, state: PoolState) -> Row:
-    """The row of one partition."""
+    """Return the row of one partition: its IPUs, and the job that uses the partition."""
     lease = state.lease(partition.lease)
     return {
         "partition": partition.name,
@@ -41,7 +41,7 @@ def partition_row(partition: Partition, state: PoolState) -> Row:
 
 
 def ipu_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """A row for each virtual IPU: those of the cluster, then others that somebody holds."""
+    """Return a row for each virtual IPU of the cluster, and then for each other IPU that is in use."""
     partitions = {name: partition.name for partition in state.partitions for name in partition.ipus}
     leases = {name: lease for lease in state.leases for name in lease.ipus}
     known = {ipu.name: ipu for ipu in cluster.ipus}
@@ -62,7 +62,7 @@ def ipu_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 
 def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """A row for the cluster."""
+    """Return a list of one row, which describes the cluster."""
     return [
         {
             "cluster": cluster.name,
@@ -78,7 +78,7 @@ def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 
 def allocation_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """A row for each allocation of the cluster, the whole of it first."""
+    """Return a row for the whole cluster, and then a row for each allocation of the cluster."""
     parts = {ALL: _whole(cluster), **cluster.allocations}
     return [
         {
@@ -93,7 +93,7 @@ def allocation_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 
 def render_rows(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Rows as a table with those columns; a value that is not known is a dash."""
+    """Return ``rows`` as the text of a table with ``columns``; an unknown value is printed as a dash."""
     titles = {"ilds": "ILDs", "ild": "ILD", "ild_size": "ILD size", "ipus": "IPUs", "ipu": "IPU"}
     header = [titles.get(name, name.replace("_", " ").capitalize()) for name in columns]
     cells = [["-" if row[name] in (None, "") else visible(str(row[name])) for name in columns] for row in rows]
@@ -107,7 +107,7 @@ def render_rows(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 
 def render_json(rows: object) -> str:
-    """Rows as JSON."""
+    """Return ``rows`` as JSON text that ends with a line break."""
     return json.dumps(rows, indent=2) + "\n"
 
 
@@ -122,7 +122,7 @@ def _num_free(cluster: Cluster, part: range, state: PoolState) -> int:
 
 
 def _whole(cluster: Cluster) -> range:
-    """The numbers of all IPUs of a cluster; a machine may stand for a part of a pod."""
+    """Return the range of the IPUs' indices; it need not begin at 0, because a machine may be a part of a pod."""
     return range(cluster.ipus[0].index, cluster.ipus[-1].index + 1) if cluster.ipus else range(0)
 
 

@@ -1,8 +1,8 @@
-"""The place of a machine's pool: a folder, found or made, and checked before anything in it is touched.
+"""The folder of a machine's pool: it is found or made, and checked before any file in the folder is used.
 
-The default outlives a reboot and is on a local disk. Every user may write there, since no daemon could write for
-them; the sticky bit keeps each user's files from all but root and the folder's owner. The open folder is checked,
-and all in it is opened relative to it: nobody can put another in its place meanwhile.
+The default folder outlives a reboot and is on a local disk. Every user may write in the folder, because there is
+no daemon. The sticky bit protects each user's files from all users but root and the folder's owner. The open
+folder is checked, and files are opened relative to the open folder: nobody can replace the folder after the check.
 """
 
 import errno
@@ -34,13 +34,13 @@ _OTHERS_WRITE: Final = 0o022
 
 
 def pool_folder(named: str | None) -> str:
-    """Absolute path of the pool called ``named``; of the machine's own pool without a name."""
+    """Return the absolute path of the pool ``named``, or of the machine's default pool if no name is given."""
     return os.path.abspath(named or DEFAULT_POOL)
 
 
 @contextmanager
 def opened_place(path: str, *, makes: bool) -> Iterator[int]:
-    """Open the folder of the pool at ``path`` for the length of a block; a PoolError if it cannot be trusted."""
+    """Open and check the pool's folder ``path`` for the length of a block; PoolError if it cannot be trusted."""
     if makes:
         _make(path)
     try:
@@ -63,7 +63,7 @@ def opened_place(path: str, *, makes: bool) -> Iterator[int]:
 
 
 def _make(path: str) -> None:
-    """Make the folder, for those who may write in the one above it; leave one that is there."""
+    """Make the folder ``path`` with the permissions of the folder above, unless ``path`` exists."""
     if os.path.lexists(path):
         return
     above = os.path.dirname(path)
@@ -75,7 +75,7 @@ def _make(path: str) -> None:
                     f"pool {path}: everybody can replace what is made in {above}, which has no sticky bit: set "
                     f"{POOL_VARIABLE} to another place"
                 )
-            old = os.umask(0)  # mkdir gives the folder its mode at once: nobody sees it with another one
+            old = os.umask(0)  # so that mkdir sets the mode itself, and the folder never has another mode
             try:
                 os.mkdir(os.path.basename(path), mode & _ALL | stat.S_ISVTX, dir_fd=folder)
             finally:
@@ -104,7 +104,7 @@ def _check(path: str, descriptor: int, *, makes: bool) -> None:
             f"pool {path}: you may not {'write' if makes else 'look'} there, and it belongs to "
             f"{user_name(found.st_uid)}: have it opened with chmod 1777, or set {POOL_VARIABLE}"
         )
-    with suppress(OSError):  # a system without /proc/self/mountinfo
+    with suppress(OSError):  # a system may lack /proc/self/mountinfo
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
             kind = file_system_of(os.readlink(f"/proc/self/fd/{descriptor}"), mounts)
         if kind in _NETWORK:
@@ -115,8 +115,8 @@ def _check(path: str, descriptor: int, *, makes: bool) -> None:
 
 
 def file_system_of(path: str, mounts: Iterable[str]) -> str:
-    """The type of the file system that holds ``path``, by lines of /proc/self/mountinfo; empty if none does."""
-    # of two mounts at one place the later one counts: proc_pid_mountinfo(5)
+    """Return the type of the file system of ``path``, given lines of /proc/self/mountinfo; empty if unknown."""
+    # If two mounts have the same mount point, the later mount counts: proc_pid_mountinfo(5).
     best, found = "", ""
     for line in mounts:
         left, _, right = line.partition(" - ")

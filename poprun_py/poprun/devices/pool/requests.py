@@ -1,4 +1,4 @@
-"""What a job wants of a pool, and the words that say who holds it. Pure."""
+"""Requests of jobs for virtual IPUs of a pool, and the text that explains why a request is refused. Pure."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from poprun.plan.pods import share_of
 from poprun.text.fields import between
 from poprun.text.ranges import counted
 
-MAX_IPUS: Final = 4096  # IPUs of a cluster that a server hands out: all of them are in one answer
+MAX_IPUS: Final = 4096  # limit for the IPUs of a server's cluster, because one answer lists all IPUs
 _MAX_HOSTS: Final = 1024
 
 _IPU: Final = "virtual IPU"
 _NOUNS: Final = {CORE: "core", GPU: "GPU"}
-"""What is counted in clusters of these kinds; in all others virtual IPUs."""
+"""The word for a device in clusters of these kinds; other clusters count virtual IPUs."""
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
-"""Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""
+"""A function that chooses IPUs, given the names of IPUs in use; it returns nothing if too few IPUs are free."""
 
 
 IpuCount = Annotated[int, between(1, MAX_IPUS)]
@@ -34,16 +34,16 @@ def _check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRequest:
-    """The partition that a job wants to run in."""
+    """The partition that a job requests: its name, its size, and whether poprun may change the partition."""
 
     name: Name
     size: IpuCount  # the size that fits the job, a power of two
-    is_temporary: bool = True  # whether one that is made ends with the job
-    may_change: bool = False  # whether one of another size may be changed
-    resets: bool | None = None  # whether its IPUs are chosen anew; None does where some are not there any more
+    is_temporary: bool = True  # whether a partition that is made for the job ends with the job
+    may_change: bool = False  # whether a partition of another size may be changed
+    resets: bool | None = None  # whether the IPUs are chosen anew; None: only if some IPUs do not exist any more
 
     def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
-        """Whether partition ``found`` needs other IPUs for this job; a PartitionError if it may not get them."""
+        """Return whether ``found`` needs other IPUs for the job; PartitionError if it must not be changed."""
         if found.size != self.size:
             if self.may_change:
                 return True
@@ -63,23 +63,23 @@ class PartitionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRequest:
-    """What a job wants of one cluster: so many IPUs that are in no partition, or a partition."""
+    """A job's request to one cluster: a number of IPUs outside of partitions, or a partition."""
 
-    num_ipus: int  # how many it uses; a partition may have more
-    choose: Choose  # of a partition it chooses the IPUs of a new one
+    num_ipus: int  # number of IPUs that the job uses; a partition may have more IPUs
+    choose: Choose  # chooses the IPUs for the job or for a new partition
     partition: PartitionRequest | None = None
-    cluster: str = ""  # that a new partition belongs to
-    allocation: str = ""  # the part of the cluster that a new partition is taken from; empty for all of it
-    is_known: Callable[[str], bool] = bool  # whether there is an IPU of that name
-    queue_name: str = ""  # the queue of things that are in no partition and waited for on their own
+    cluster: str = ""  # the cluster that a new partition belongs to
+    allocation: str = ""  # the part of the cluster from which a new partition is made; empty: the whole cluster
+    is_known: Callable[[str], bool] = bool  # whether an IPU of a given name exists
+    queue_name: str = ""  # the queue of a request without a partition, so that cores have another queue than IPUs
 
     @property
     def queue(self) -> str:
-        """The queue in which this waits: each partition has one, and IPUs in none have one."""
+        """Name of the queue in which the request waits: each partition has a queue of its own."""
         return self.queue_name if self.partition is None else self.partition.name
 
     def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
-        """Names of what the head of the queue gets now, none while it waits; and the IPUs newly chosen for it."""
+        """Return the names of the IPUs that this request gets now (none: wait), and the newly chosen IPUs."""
         wanted, kept = self.partition, frozenset[str]()
         if wanted is not None and (found := state.partition(wanted.name)) is not None:
             if found.lease is not None:
@@ -93,17 +93,17 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpuRequest:
-    """The virtual IPUs that a job wants, of any cluster: a value that can be sent."""
+    """A job's request for virtual IPUs before the cluster is known, as a message that can be sent to a server."""
 
     num_ipus: IpuCount
-    num_domains: IpuCount = 1  # IPU-Link domains that they lie in, where there are several; equally many in each
-    hosts: Annotated[tuple[Name, ...], _check_hosts] = ()  # equally many on each; none for anywhere
-    allocation: Name | None = None  # the part of the cluster that they are taken from
-    shares_devices: bool = False  # whether devices may be used that processes outside the pool use
+    num_domains: IpuCount = 1  # number of IPU-Link domains, if the cluster has several; each has equally many IPUs
+    hosts: Annotated[tuple[Name, ...], _check_hosts] = ()  # hosts with equally many IPUs each; empty: any hosts
+    allocation: Name | None = None  # the part of the cluster to choose from
+    shares_devices: bool = False  # whether the job may use devices that processes outside the pool use
     partition: PartitionRequest | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
-        """Check that there can be as many IPUs in ``cluster``; ``where`` ends the sentence if not."""
+        """Raise PlanError if ``cluster`` has too few IPUs, in use or not; ``where`` ends the error's sentence."""
         check_names(cluster, self.allocation)
         num_there = len(cluster.part(self.allocation))
         if not cluster.is_open and self.num_ipus > num_there:
@@ -112,7 +112,7 @@ class IpuRequest:
             raise PlanError(f"the job needs {needed}, and {whole} has {num_there}{where}")
 
     def of(self, cluster: Cluster) -> PoolRequest:
-        """The request for IPUs of ``cluster``; an error if as many do not divide over its hosts."""
+        """Return this request as a request to ``cluster``; PartitionError if the IPUs do not divide over hosts."""
         num_chosen = self.partition.size if self.partition else self.num_ipus
         pick: Choose = cluster.pick(num_chosen, self.allocation, self.num_domains)
         if cluster.hosts and self.hosts:
@@ -128,7 +128,7 @@ class IpuRequest:
         )
 
     def _on_hosts(self, cluster: Cluster, num_ipus: int) -> Choose:
-        """A function that chooses equally many IPUs of each host."""
+        """Return a function that chooses ``num_ipus`` IPUs, equally many on each host of the request."""
         hosts = self.hosts
         check_hosts_of(cluster, hosts)
         if num_ipus % len(hosts):
@@ -151,7 +151,7 @@ class IpuRequest:
 _MOST_LINES: Final = 12
 
 
-def refusal(  # noqa: PLR0913 - all that the words tell of
+def refusal(  # noqa: PLR0913 - the text needs every one of these facts
     request: PoolRequest,
     cluster: Cluster,
     state: PoolState,
@@ -161,7 +161,7 @@ def refusal(  # noqa: PLR0913 - all that the words tell of
     advises: bool = True,
     place: str = "on this machine",
 ) -> str:
-    """The words that say why a job does not get what it wants, and who has it; ``own`` is its lease's number."""
+    """Return the text that explains why a job, whose lease has the number ``own``, gets no IPUs now."""
     if request.partition is not None and (found := state.partition(request.partition.name)) is not None:
         reason = f"partition {found.name} is in use"
         lease = state.lease(found.lease)

@@ -1,8 +1,8 @@
-"""The HTTP server of `vipu serve`: who may ask, what and how much of it at a time, and how long it may take.
+"""The HTTP server of `vipu serve`: it checks requests, carries out commands, and limits connections and times.
 
-A request's headers are counted, its body read up to a limit, and its proof of the token, its JSON and each field
-checked. What fails is answered in one line. A connection lasts a bounded time; when there are too many, that one
-goes that has been longest about sending its request, so slow clients cannot keep others out.
+The server counts a request's headers, reads the body up to a limit, and checks the proof of the token, the JSON
+and each field. A failed check is answered in one line. A connection lasts a bounded time. If connections are too
+many, the server closes the oldest connection with an incomplete request, so slow clients cannot block others.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ _NUM_THREADS: Final = 4
 
 
 def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any], Callable[[Any], object]]]:
-    """All commands of clients: what is sent with each, and what the server does; None answers without fields."""
+    """Return for each command the type of its message, and the function that executes and answers the command."""
 
     def describe(_: Nothing) -> ServedPool:
         return ServedPool(
@@ -75,7 +75,7 @@ def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any
 
 
 def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
-    """The application that answers the clients who know ``token``, and ends leases that are not renewed."""
+    """Make the web application that answers clients who know ``token``, and ends leases that are not renewed."""
     commands = commands_of(pool, leases)
     challenges = Challenges()
     threads: list[anyio.CapacityLimiter] = []
@@ -100,7 +100,7 @@ def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
         except PoprunError as error:
             kind, status = describe_error(error)
             return JSONResponse({"error": str(error), "kind": kind}, status)
-        except Exception:  # noqa: BLE001 - the client learns nothing of it, and the server goes on
+        except Exception:  # noqa: BLE001 - the server must continue after any error
             traceback.print_exc(file=sys.stderr)
             return JSONResponse({"error": "the server has failed: its own output says why"}, 500)
 
@@ -116,7 +116,7 @@ def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
 
 
 async def _end_expired(leases: ClientLeases) -> None:
-    """End leases that are not renewed any more, also after the pool could not be used for a while."""
+    """End expired leases again and again; if the pool cannot be used for a while, try again later."""
     while True:
         with suppress(PoprunError):
             await to_thread.run_sync(leases.end_expired)
@@ -124,13 +124,13 @@ async def _end_expired(leases: ClientLeases) -> None:
 
 
 def _admit(challenges: Challenges, said: tuple[str, str, str, str], now_seconds: float) -> None:
-    """Check the proof of who has ``said`` a header, for a token, a command and a body."""
+    """Check the proof in ``said`` (header, token, command and body); raise an HTTPException 401 if it is wrong."""
     if not challenges.is_answered_by(*said, now_seconds):
         raise HTTPException(401, "this is not its token: copy the file that vipu serve named when it started")
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request; an error for more of it, or of its headers, than there may be."""
+    """Read the body of a request and return it; HTTPException if the body is too long or has too many headers."""
     if len(request.headers) > MAX_HEADERS:
         raise HTTPException(431, f"more than {MAX_HEADERS} headers")
     body = b""
@@ -150,24 +150,24 @@ def _json(body: bytes) -> object:
 
 
 MAX_CONNECTIONS: Final = 256
-CONNECTION_SECONDS: Final = 20.0  # how long a connection may last, the work that is asked for included
+CONNECTION_SECONDS: Final = 20.0  # how long a connection may last, including the execution of its command
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _STOP_SECONDS: Final = 3
 _BACKLOG: Final = 512  # connections that wait to be accepted
-_ACCEPTED_AT_ONCE: Final = 32  # before any of them is counted
+_ACCEPTED_AT_ONCE: Final = 32  # connections that are accepted before any connection is counted
 _PAUSE_SECONDS: Final = 60.0  # between two lines about what the system refuses
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that ends in time."""
+    """The protocol of one connection, which is closed after `CONNECTION_SECONDS` or if there are too many."""
 
     _unfinished: Final[dict["BoundedProtocol", None]] = {}
-    """Connections whose request has not come as a whole, the oldest first."""
+    """Connections whose request has not arrived completely, the oldest first."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """Start the clock of the connection."""
+        """Start the connection's timer; if there are too many, close the oldest with an incomplete request."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
@@ -175,13 +175,13 @@ class BoundedProtocol(H11Protocol):
         self._unfinished[self] = None
 
     def data_received(self, data: bytes) -> None:
-        """Note when the request has come as a whole."""
+        """Pass ``data`` on, and note if the request has now arrived completely."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.more_body:  # type: ignore[redundant-expr] # None at first
             self._unfinished.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Cancel the timer that would close the connection."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._unfinished.pop(self, None)
@@ -189,7 +189,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that ends with 0 when it is asked to; ``when_ready`` is called when it can be asked."""
+    """A server that ends with exit code 0 after SIGTERM or SIGINT; calls ``when_ready`` when it handles both."""
 
     def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -199,10 +199,10 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # the loop takes what uvicorn told it for both numbers
+            listener.listen(_BACKLOG)  # uvicorn sets one number for this and for _ACCEPTED_AT_ONCE
 
     def _tell_rarely(self, _: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
-        """Write one line, and not more than one a minute: who connects must not fill the disk."""
+        """Print an error of the event loop, at most one a minute, so that clients cannot fill the disk."""
         if time.monotonic() >= self._quiet_until_seconds:
             self._quiet_until_seconds = time.monotonic() + _PAUSE_SECONDS
             print(f"vipu: {about['message']}: {about.get('exception', '')}", file=sys.stderr)  # noqa: T201 - a log
@@ -218,7 +218,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any that is free."""
+    """Return a socket that listens at ``host`` and ``port``; port 0 means any free port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -236,12 +236,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine reaches a socket."""
+    """Return whether only this machine can connect to the socket ``listener``."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def serve(app: Starlette, listener: socket.socket, when_ready: Callable[[], None]) -> None:
-    """Answer until SIGTERM or Ctrl-C, and call ``when_ready`` when these would be heeded."""
+    """Serve ``app`` until SIGTERM or Ctrl-C; call ``when_ready`` when these signals are handled."""
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,

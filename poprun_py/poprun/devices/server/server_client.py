@@ -1,4 +1,4 @@
-"""The client of a server of virtual IPUs: its token, and all commands that it sends."""
+"""The client of a server of virtual IPUs: the token that both share, and all commands to the server."""
 
 import os
 import secrets
@@ -25,7 +25,7 @@ from poprun.launch.process.process_tree import user_name
 from poprun.plan.inventory import Cluster
 from poprun.text.fields import Record, read_record, write_record
 
-TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret
+TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - this is the name of a variable, no secret
 
 _TOKEN_BYTES: Final = 32
 _LEAST_LETTERS: Final = 32
@@ -35,14 +35,14 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 def token_file(environ: Mapping[str, str]) -> str:
-    """The file of the token: the one that a variable names, else one in the folder of the user's settings."""
+    """Return the path of the token's file: the value of `TOKEN_VARIABLE`, or a path in the user's settings."""
     named = environ.get(TOKEN_VARIABLE)
     settings = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return os.path.abspath(named or os.path.join(settings, "poprun", "vipu-token"))
 
 
 def read_token(file: str) -> str:
-    """The token in ``file``, which belongs to this user and which nobody else may read."""
+    """Return the token in ``file``; ServerError if another user owns the file or may read it."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as opened:
@@ -67,7 +67,7 @@ def read_token(file: str) -> str:
 
 
 def make_token(file: str) -> bool:
-    """Make a token in ``file``, which nobody else may read, unless there is one; whether one was made."""
+    """Make a token in ``file``, readable only by this user; return False if ``file`` exists already."""
     if os.path.lexists(file):
         return False
     unfinished = f".vipu-token-{secrets.token_hex(_TOKEN_BYTES)}"
@@ -87,43 +87,46 @@ def make_token(file: str) -> bool:
 
 
 class RemotePool:
-    """The pool that a server hands out to ``client``, called ``user@host``; it raises what a local pool would."""
+    """The pool of a server, used by ``client`` (``user@host``). Methods raise the same errors as a local pool."""
 
     def __init__(self, server: ServerAddress, client: str) -> None:
         self.server = server
         self._client = client
 
     def served(self) -> ServedPool:
-        """The pool as the server describes it."""
+        """Return the server's description of its pool: cluster, state, and duration of leases."""
         return self._call("pool", Nothing(), ServedPool)
 
     def cluster(self) -> Cluster:
-        """The virtual IPUs that the server hands out."""
+        """Return the cluster of virtual IPUs that the server leases to jobs."""
         return self.served().cluster
 
     def state(self) -> PoolState:
-        """What stands in the pool now."""
+        """Return the partitions and leases that are in the pool now."""
         return self.served().state
 
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:
-        """Make a partition of free IPUs."""
+        """Make a partition called ``name`` of ``size`` free IPUs."""
         wanted = NewPartition(name=name, size=size, allocation=allocation, cluster=cluster, user=self._client)
         return self._call("create-partition", wanted, Partition)
 
     def reset_partition(self, name: str) -> Partition:
-        """Choose the IPUs of a partition anew."""
+        """Choose the IPUs of the partition ``name`` anew, and return the changed partition."""
         return self._call("reset-partition", PartitionName(name=name), Partition)
 
     def remove_partition(self, name: str) -> None:
-        """Remove a partition that nobody uses."""
+        """Remove the partition ``name``, which no job may be using."""
         self._call("remove-partition", PartitionName(name=name), Nothing)
 
     def request_lease(self, request: LeaseRequest) -> LeaseAnswer:
-        """Queue for IPUs, or have them when they are free; the same key is the same lease."""
+        """Send a request for IPUs; return the lease's IPUs, or none while the request waits in the queue.
+
+        Another request with the same key is about the same lease.
+        """
         return self._call("take-lease", request, LeaseAnswer)
 
     def end_lease(self, key: str) -> None:
-        """Give back what the lease of that key holds; one that has ended already is no error."""
+        """End the lease with this key, and release its IPUs. No error if the lease has ended already."""
         self._call("end-lease", LeaseKey(key=key), Nothing)
 
     def _call(self, command: str, question: object, kind: type[Record]) -> Record:
@@ -137,7 +140,7 @@ class RemotePool:
 
 
 def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:
-    """The pool that the server at that port of ``host`` hands out, for the user of this process."""
+    """Return the pool of the server at ``host`` and ``port``, with the token of the user of this process."""
     token = read_token(token_file(os.environ))
     server = ServerAddress(host=host, port=port, token=token, timeout_seconds=timeout_seconds)
     return RemotePool(server, f"{user_name(os.getuid())}@{socket.gethostname()}")

@@ -1,6 +1,6 @@
-"""One command to a server of virtual IPUs, and its answer.
+"""The exchange with a server of virtual IPUs: a client sends one command and receives the answer.
 
-It imports little: the process that renews a lease (`renewal`) sends some, too.
+This module imports little, because the small process that renews a lease (`renewal`) imports it too.
 """
 
 import http.client
@@ -38,38 +38,38 @@ _KINDS: Final[Mapping[str, tuple[type[PoprunError], int]]] = {
     "pool": (PoolError, 503),
     "busy": (ServerLostError, 503),
 }
-"""The errors that a server answers with, by name, with the status of the answer."""
+"""The errors that a server can send, by name, each with the HTTP status of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """The address of a server, with what lets a client in."""
+    """The address of a server of virtual IPUs, with the server's token."""
 
     host: str
     port: int
-    token: str  # the secret that its clients know
-    timeout_seconds: float  # how long it may take to answer
+    token: str  # the secret that server and clients share
+    timeout_seconds: float  # how long the server may take to answer
 
     def __str__(self) -> str:
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 def describe_error(error: PoprunError) -> tuple[str, int]:
-    """The name of an error in an answer, by which the client raises the same, and the status of that answer."""
+    """Return the name by which an answer reports ``error``, and the HTTP status of the answer."""
     known = ((kind, status) for kind, (raised, status) in _KINDS.items() if type(error) is raised)
     return next(known, ("plan", 400))
 
 
 def call_server(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
-    """Have a server do ``command`` with ``values``; its answer, or the error that it answers with."""
-    # a ServerLostError may be gone at the next try; other ServerErrors say that this is no server for this client
+    """Send ``command`` with ``values`` to a server and return the answer, or raise the error in the answer."""
+    # After a ServerLostError another attempt may succeed; after any other ServerError no attempt can succeed.
     challenge = str(_answer_of(server, CHALLENGE, "{}", "")).partition("\n")[0]
     body = json.dumps(values)
     return _answer_of(server, command, body, authorization(server.token, challenge, command, body))
 
 
 def _answer_of(server: ServerAddress, command: str, body: str, proof: str) -> object:
-    """The answer to a command with the proof that it needs."""
+    """Send a command with its proof, and return the server's parsed answer, or raise the server's error."""
     status, version, text = _exchange(server, command, body, proof)
     if version != str(VERSION):
         version = visible(version[:20])
@@ -93,7 +93,7 @@ def _answer_of(server: ServerAddress, command: str, body: str, proof: str) -> ob
 
 
 def _exchange(server: ServerAddress, command: str, body: str, proof: str) -> tuple[int, str, bytes]:
-    """Send a command to the server; gives the status, the version and the text of its answer."""
+    """Send a command over HTTP; return the status, the version and the body of the server's answer."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=server.timeout_seconds)
     headers = {"Authorization": proof, "Content-Type": "application/json", "Connection": "close"}
     try:

@@ -1,7 +1,7 @@
-"""What a server of virtual IPUs and its clients send each other, as values. Pure.
+"""The messages between a server of virtual IPUs and its clients, as values. Pure.
 
-They travel as JSON. Reading is strict: a text that is too long, a number out of its range, or a field that nobody
-knows is an error that names it.
+Messages are sent as JSON. Reading is strict: if a text is too long, a number is out of range, or a field is
+unknown, the error names the field.
 """
 
 import re
@@ -39,7 +39,7 @@ def _check_size(wanted: IpuRequest) -> IpuRequest:
 
 
 Key = Annotated[str, _check_key]
-"""What a client names its lease by: it made it up, and the same key is the same lease."""
+"""The random key of a lease, chosen by the client. Messages with the same key are about the same lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +49,19 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """The request of a client for IPUs, with who it is."""
+    """A client's request for IPUs, with the client's process, user and host."""
 
     key: Key
     pid: Pid
     start_ticks: Ticks
     user: Name
     host: Name
-    words: Words  # what it runs
+    words: Words  # the client's command line
     wanted: Annotated[IpuRequest, _check_size]
 
     @property
     def holder(self) -> Holder:
-        """The client as the holder of a lease, which the server keeps for it."""
+        """The client as the holder of the lease, for the server's pool."""
         return Holder(
             pid=self.pid,
             start_ticks=self.start_ticks,
@@ -74,43 +74,43 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAnswer:
-    """What the server answers to a :class:`LeaseRequest`."""
+    """The server's answer to a :class:`LeaseRequest`: the lease's IPUs, or how long to wait."""
 
     id: LeaseNumber
-    ipus: Names  # those that the lease holds, in slot order; none while it waits
-    pause_seconds: float  # when to ask again, while it waits
+    ipus: Names  # names of the lease's IPUs, in slot order; empty while the request waits
+    pause_seconds: float  # the time until the client sends the request again, while the request waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseKey:
-    """A message about the lease of that key."""
+    """A message with the key of a lease, which the command renews or ends."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionName:
-    """A message about the partition of that name."""
+    """A message with the name of a partition, which the command resets or removes."""
 
     name: Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewPartition:
-    """The partition that a client wants to be made."""
+    """A client's request to make a partition."""
 
     name: Name
     size: IpuCount
     allocation: Name | None
     cluster: Name | None
-    user: Name  # who asks, as user@host
+    user: Name  # the client, as user@host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPool:
-    """A pool as its server describes it."""
+    """The server's description of its pool: cluster, partitions, leases, and duration of leases."""
 
-    boot_id: str  # the server's run of the kernel: a client knows by it whether that is its own machine
-    lease_seconds: float  # how long a lease lasts after it was renewed
-    cluster: Cluster  # what the pool hands out
-    state: PoolState  # what stands in it
+    boot_id: str  # boot id of the server's kernel: equal to the client's if both run on the same machine
+    lease_seconds: float  # how long a lease lasts after a renewal
+    cluster: Cluster  # the virtual IPUs of the pool
+    state: PoolState  # the partitions and leases in the pool

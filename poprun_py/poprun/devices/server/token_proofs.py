@@ -1,7 +1,7 @@
-"""The proof that a client of a server of virtual IPUs knows its token, which is never sent.
+"""The proof that a client of a server of virtual IPUs knows the server's token. The token itself is never sent.
 
-It is an HMAC (RFC 2104) of a challenge of the server's and of what the client asks. A challenge is answered once:
-nothing that was heard is of use again.
+The proof is an HMAC (RFC 2104) of the server's challenge and the client's request. The server accepts each
+challenge once, so that an eavesdropper cannot use a proof again.
 """
 
 import hmac
@@ -9,13 +9,13 @@ import os
 from typing import Final
 
 CHALLENGE: Final = "challenge"
-"""The command that asks for a challenge; it needs no proof."""
+"""The command with which a client asks for a challenge. This command needs no proof."""
 
 _LONGEST_SECONDS: Final = 20.0
 
 
 def authorization(token: str, challenge: str, command: str, body: str) -> str:
-    """The header with which a client that was sent ``challenge`` asks for ``command``."""
+    """Return the HTTP header that proves the client's knowledge of ``token`` for one ``command`` and ``body``."""
     return f"Vipu {challenge} {_mark_of(token, challenge, command, body)}"
 
 
@@ -24,19 +24,19 @@ def _mark_of(key: str, *texts: str) -> str:
 
 
 class Challenges:
-    """The challenges of one server, which keeps only those that were answered."""
+    """The challenges of one server, which stores only the challenges that clients have answered recently."""
 
     def __init__(self) -> None:
         self._key = os.urandom(32).hex()
         self._answered: dict[str, float] = {}
 
     def make(self, now_seconds: float) -> str:
-        """Make a challenge."""
+        """Make a challenge, signed with this server's own key, and return it."""
         text = f"{now_seconds:.3f}-{os.urandom(16).hex()}"
         return f"{text}-{_mark_of(self._key, text)}"
 
     def is_answered_by(self, header: str, token: str, command: str, body: str, now_seconds: float) -> bool:
-        """Whether a header is :func:`authorization`'s answer to a challenge that nobody has answered yet."""
+        """Return whether ``header`` is the right proof for a recent challenge that was not answered before."""
         challenge = header.removeprefix("Vipu ").partition(" ")[0]
         text, _, mark = challenge.rpartition("-")
         is_right = hmac.compare_digest(header.encode(), authorization(token, challenge, command, body).encode())
