@@ -1,7 +1,7 @@
-"""Connections from other hosts that have not yet proved to know the job's key.
+"""Connections from other hosts whose other end has not yet proved that it knows the job's key.
 
-A proof is taken byte by byte as it comes, so that nobody who connects and says nothing keeps poprun from its work;
-before it is there, not a word of what else is said is read.
+A proof is read without blocking, as its bytes arrive, so that a client that connects and sends nothing does not
+delay poprun. Before a proof is complete and right, poprun reads nothing else from the connection.
 """
 
 import selectors
@@ -20,7 +20,7 @@ _NO_PROOF: Final = "who connected to the control socket did not prove to know th
 
 
 class KeyProofs:
-    """The connections whose other end has not yet proved to know the key; then it is admitted or refused."""
+    """The connections that have not proved the job's key yet; each is admitted after the proof, or refused."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class KeyProofs:
             self._hang_up(connection)
 
     def begin(self, connection: socket.socket) -> None:
-        """Ask a new connection for the proof; one that has taken too long, or is one too many, is closed."""
+        """Start the proof on a new connection; first close connections that took too long or are too many."""
         now = time.monotonic()
         for other, since in tuple(self._began_at_seconds.items()):
             if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:
                 self._hang_up(other, _NO_PROOF)
-        connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
+        connection.setblocking(False)  # noqa: FBT003 - setblocking() accepts no keyword arguments
         handshake = Handshake(self._key, is_agent=False)
         self._began_at_seconds[connection] = now
         answer = bytearray()
@@ -56,7 +56,7 @@ class KeyProofs:
         self._send(connection, handshake.nonce)
 
     def _receive(self, connection: socket.socket, handshake: Handshake, answer: bytearray) -> tuple[()]:
-        """Take the next bytes of a proof, and look at it when it is whole."""
+        """Receive the next bytes of a proof, and check the proof when it is complete."""
         try:
             data = connection.recv(NONCE_BYTES + PROOF_BYTES - len(answer))
         except BlockingIOError:
@@ -83,7 +83,7 @@ class KeyProofs:
             self._admit(Link(connection, seal))
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
-        """Send a few bytes, which a new connection has room for; False when the other side has gone."""
+        """Send a few bytes, which a new connection can always buffer; return False if the other end has gone."""
         try:
             connection.sendall(data)
         except OSError:

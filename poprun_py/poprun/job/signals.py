@@ -1,7 +1,7 @@
-"""The signals that poprun has received while a job runs, and what each means to the job.
+"""The signals that poprun has received while a job runs, each recorded as a request to the job's loop.
 
-They are only noted here. SIGHUP, SIGUSR1 and SIGUSR2 are for programs that handle them; when no program handles
-SIGHUP it means the end of the terminal, and of the job.
+Signals are only recorded here. SIGHUP, SIGUSR1 and SIGUSR2 are passed on to programs that handle these signals. If
+no program handles SIGHUP, the signal means that the terminal was closed, and ends the job.
 """
 
 import errno
@@ -18,14 +18,14 @@ _READ_BYTES = 4096
 
 
 class ReceivedSignals:
-    """Collects the signals that poprun receives; ``descriptor`` becomes readable at each one."""
+    """The signals that poprun has received. Each signal makes ``descriptor`` readable, to wake the job's loop."""
 
     def __init__(self) -> None:
         self.num_interrupts = 0  # times that Ctrl-C was pressed
         self.wants_stacks = False  # whether the user asked for stacks (SIGQUIT)
         self.is_terminated = False  # whether poprun was asked to end
         self.is_output_closed = False  # whether nobody reads poprun's output any more, or it cannot be written
-        self.is_output_lost = False  # whether it cannot be written although somebody would read it
+        self.is_output_lost = False  # whether the output cannot be written for another reason than a closed pipe
         self.passed_on: list[int] = []  # signals for the programs, in the order in which they came
         self.has_resized = False  # whether the terminal has another size
         self.is_suspended = False  # whether Ctrl-Z was pressed
@@ -47,9 +47,9 @@ class ReceivedSignals:
             signal.SIGUSR1,
             signal.SIGUSR2,
         ):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
                 self._previous[signum] = signal.signal(signum, self._count)
-        # A shell starts what runs in its background with SIGQUIT ignored; there it can still be sent by hand.
+        # A shell ignores SIGQUIT for background processes, but a user can still send the signal by hand.
         self._previous[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, self._count)
         return self
 
@@ -57,12 +57,12 @@ class ReceivedSignals:
         signal.set_wakeup_fd(self._previous_wakeup)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        writer, self._writer = self._writer, -1  # a thread that still writes output may call below
+        writer, self._writer = self._writer, -1  # a thread that writes output may still call note_closed_output
         os.close(self.descriptor)
         os.close(writer)
 
     def drain(self) -> None:
-        """Make the descriptor unreadable until the next signal."""
+        """Read all bytes from ``descriptor``, so that it is not readable until the next signal."""
         while True:
             try:
                 if len(os.read(self.descriptor, _READ_BYTES)) < _READ_BYTES:
@@ -71,10 +71,10 @@ class ReceivedSignals:
                 return
 
     def note_closed_output(self, error: OSError) -> None:
-        """Tell the loop, from any thread, why poprun's output cannot be written any more."""
+        """Record, from any thread, why poprun's output cannot be written any more, and wake the job's loop."""
         self.is_output_lost |= error.errno != errno.EPIPE
         self.is_output_closed = True
-        with suppress(OSError):  # the loop has ended, or has much to read already
+        with suppress(OSError):  # the loop has ended, or the pipe is full and wakes the loop anyway
             os.write(self._writer, b"\0")
 
     def _count(self, signum: int, _: FrameType | None) -> None:
