@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline for each layer, links for what is exchanged, the bubble of the pipeline."""
+"""Prediction of the duration of a step: a roofline for each layer, communication, and the pipeline's bubble."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -13,31 +13,31 @@ from popsize.phases import PhasePlan, StoreSpeed, phase_cuts, plan_with
 from popsize.stages import Stage, most_parameters, shown_stages
 
 _AGAIN = 4
-"""Passes forward and backward of a layer that is computed again; a backward pass counts as two."""
+"""Cost of the passes of a recomputed layer, in forward passes: two forward, and a backward that counts as two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """Seconds of a step, by what they are spent on, on the device that the step waits for."""
+    """The duration of a step in seconds, by activity, on the slowest device."""
 
-    layers: float  # forward and backward passes, with what is recomputed
-    tensor: float  # sums over the tensor group
+    layers: float  # forward and backward passes, including recomputation
+    tensor: float  # all-reduces over the tensor group
     bubble: float  # waiting for the pipeline to fill and to drain
     stages: float  # sending activations between stages
-    replicas: float = 0.0  # sums of gradients over replicas
-    gathering: float = 0.0  # gathering sharded weights
-    optimizer: float = 0.0  # the update
-    streaming: float = 0.0  # waiting for the slower memory, as far as nothing is computed meanwhile
+    replicas: float = 0.0  # all-reduces of gradients over replicas
+    gathering: float = 0.0  # all-gathers of sharded weights
+    optimizer: float = 0.0  # the update of the weights
+    streaming: float = 0.0  # waiting for the slower memory while nothing is computed
 
     @property
     def total(self) -> float:
-        """Seconds of a step."""
+        """Duration of the step in seconds, all activities together."""
         return math.fsum(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Seconds of a micro batch: what the device computes, and the sums over the tensor group."""
+    """The duration of a micro batch's passes in seconds: computation, and all-reduces over the tensor group."""
 
     layers: float
     tensor: float
@@ -57,12 +57,12 @@ def _way(workload: Workload, mapping: Mapping) -> _Way:
 
 
 def duration_of(workload: Workload, mapping: Mapping) -> Duration:
-    """The seconds of a step of ``mapping``, by what they are spent on."""
+    """Return the predicted duration of a step of ``mapping``, by activity."""
     return streamed(updated(running_duration(workload, mapping), workload, mapping), workload, mapping)
 
 
 def running_duration(workload: Workload, mapping: Mapping) -> Duration:
-    """The seconds of the passes of a step, which do not depend on how ``mapping`` keeps its state."""
+    """Return the duration of a step's passes, which does not depend on where ``mapping`` keeps its state."""
     shown = shown_stages(workload.model, mapping.pipeline)
     stages = [_stage_passes(stage, workload, mapping) for stage in shown]
     slowest = max(stages, key=lambda passes: passes.total)
@@ -77,7 +77,7 @@ def running_duration(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """``running`` with the exchange of gradients and weights, and the update."""
+    """Return the duration ``running`` plus the communication of gradients and weights, and the update."""
     parameters = most_parameters(workload.model, mapping.pipeline, mapping.tensor)
     return replace(
         running,
@@ -88,15 +88,15 @@ def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration
 
 
 def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """``found`` with what the step waits for the slower memory."""
+    """Return the duration ``found`` plus the time in which the step waits for the slower memory."""
     waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
     return replace(found, streaming=waiting) if waiting else found
 
 
 def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
-    """The share of a pass through the other stages that a stage waits for.
+    """Return how long a stage waits for the other stages, as a share of a pass through the other stages.
 
-    Stages of several pieces wait for one piece of each, as far as there are micro batches to fill the others.
+    If stages have several pieces and micro batches are enough, a stage waits for one piece of each other stage.
     """
     if mapping.interleave == 1:
         return 1.0
@@ -105,13 +105,13 @@ def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
 
 
 def _all_stages(mapping: Mapping, shown: list[_Passes]) -> float:
-    """The seconds of a micro batch in all stages: ``shown`` are those of the first, a middle one, and the last."""
+    """Return the seconds of a micro batch in all stages, given the first, a middle and the last stage."""
     between = mapping.pipeline - 2
     return sum(passes.total for passes in shown) + max(0, between - 1) * shown[len(shown) // 2].total
 
 
 def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
-    """Seconds of the logits that the other stages wait for while a pipeline fills and drains."""
+    """Return the seconds that other stages wait for the last stage's logits while a pipeline fills and drains."""
     last = workload.model.layers[-1]
     if mapping.pipeline == 1 or not last.loss_bytes.divided:
         return 0.0
@@ -120,13 +120,13 @@ def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
 
 
 def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes:
-    """The passes of a micro batch through ``stage``."""
+    """Return the duration of a micro batch's forward and backward pass through ``stage``."""
     passes = [(n, _passes(layer, workload, mapping)) for layer, n in stage.layers]
     return _Passes(sum(n * one.layers for n, one in passes), sum(n * one.tensor for n, one in passes))
 
 
 def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
-    """The passes of a micro batch through one layer; in phases every layer is computed again."""
+    """Return the duration of a micro batch's passes through one layer. In phases, every layer is recomputed."""
     found = _layer_passes(layer, workload, _way(workload, mapping))
     if not mapping.has_layer_phases or layer.can_recompute:
         return found
@@ -135,7 +135,7 @@ def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
 
 @lru_cache(maxsize=8192)
 def _layer_passes(layer: Layer, workload: Workload, way: _Way) -> _Passes:
-    """The forward and backward pass of a micro batch through one layer, on each device of a tensor group."""
+    """Return the duration of a micro batch's passes through one layer, on each device of a tensor group."""
     tensor, micro_batch, recompute, sequence_parallel, is_near = way
     training, constants, width = workload.training, workload.constants, workload.width
     device = workload.machine.device
@@ -171,56 +171,56 @@ def _layer_passes(layer: Layer, workload: Workload, way: _Way) -> _Passes:
 
 
 def _parameter_bytes(parameters: float, passes: int, training: Training) -> float:
-    """Bytes in which a micro batch reads weights, writes their gradients, and adds these to those of the others.
+    """Return the bytes that a micro batch moves to read weights and to write and add gradients, on a CPU.
 
-    A GPU's matrix products hide it, a CPU's do not.
+    On a GPU this traffic is hidden behind matrix products.
     """
     return parameters * ((passes + 1) * training.weight_bytes + 2 * training.gradient_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What each device of a group sends in a step."""
+    """The collectives of one kind that each device of a group performs in a step, as rounds in a ring."""
 
-    name: str  # the term of `Duration` that it belongs to
-    rounds: float  # how often the bytes go round: a sum takes 2, scattering or gathering 1
+    name: str  # the field of `Duration` to which the time is added
+    rounds: float  # rounds in the ring: an all-reduce takes 2, a reduce-scatter or all-gather 1
     size: float  # bytes of a device's whole buffer
-    devices: int  # devices of a group
-    stride: int  # devices from one of them to the next; as many groups share the network of a host
+    devices: int  # number of devices in the group
+    stride: int  # distance of two neighbours, in devices; as many groups share the network of a host
     is_near: bool  # whether each group is inside a host
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends."""
+        """Bytes that each device sends in a step."""
         return self.rounds * (self.devices - 1) / self.devices * self.size
 
     def seconds(self, machine: Machine, constants: Constants) -> float:
-        """Seconds until all have all, in a ring; two rounds begin once."""
+        """Return the seconds that the rounds take in a ring; each two rounds have one latency."""
         waits = (machine.collective_seconds or constants.collective_seconds) * math.sqrt(math.log2(self.devices))
         return self.sent / bandwidth(self.stride, self.is_near, machine, constants) + self.rounds / 2 * waits
 
 
 def tensor_rounds(layer: Layer, recompute: Recompute) -> float:
-    """How often a micro batch's output of ``layer`` goes round its tensor group, in its passes."""
+    """Return how many rounds in a tensor group's ring a micro batch needs for ``layer``, in all passes."""
     return 2.0 * layer.num_reductions * (3 if recompute == "layer" and layer.can_recompute else 2)
 
 
 def bandwidth(stride: int, is_near: bool, machine: Machine, constants: Constants) -> float:  # noqa: FBT001
-    """Bytes a second that a device of a ring sends, one way."""
+    """Return the bytes per second that a device in a ring can send, one way."""
     link = machine.link_bytes_per_second * constants.link_efficiency
     return link if is_near else min(link, machine.network_bytes_per_second / min(stride, machine.devices_per_host))
 
 
 def is_near(devices: int, stride: int, machine: Machine, num_devices: int) -> bool:
-    """Whether groups of ``devices``, ``stride`` apart, each lie inside one host."""
+    """Return whether each group of ``devices``, which are ``stride`` devices apart, is inside one host."""
     reach, host = devices * stride, machine.devices_per_host
     return num_devices <= host or (reach <= host and host % reach == 0)
 
 
 def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
-    """What is exchanged over replicas in a step, and the weights that are gathered.
+    """Return the collectives of a step over replicas: all-reduces of gradients and all-gathers of weights.
 
-    A sum is scattered and gathered: 2 rounds. Sharded gradients are scattered for each micro batch, and the
+    An all-reduce takes 2 rounds. Sharded gradients are scattered for each micro batch, and the
     updated weights gathered once. Sharded weights are gathered for each forward and each backward pass of a micro
     batch, and not after the update; in a pipeline they stay gathered for all micro batches of a step (Rajbhandari
     et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277).
@@ -243,13 +243,13 @@ def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
 
 
 def _exchange_seconds(name: str, workload: Workload, mapping: Mapping) -> float:
-    """Seconds of the exchanges of one term."""
+    """Return the seconds of the collectives that belong to the field ``name`` of `Duration`."""
     every = exchanges(workload, mapping)
     return sum(one.seconds(workload.machine, workload.constants) for one in every if one.name == name)
 
 
 def _transfer_seconds(workload: Workload, mapping: Mapping) -> float:
-    """Seconds in which a stage sends a micro batch on and gets its gradients back."""
+    """Return the seconds in which a stage sends a micro batch's activations and receives the gradients."""
     if mapping.pipeline == 1:
         return 0.0
     stride = mapping.tensor * mapping.replicas
@@ -258,12 +258,12 @@ def _transfer_seconds(workload: Workload, mapping: Mapping) -> float:
 
 
 def transfer_bytes(workload: Workload, mapping: Mapping) -> float:
-    """Bytes that a device exchanges with the next stage for a micro batch: its share of a layer's output."""
+    """Return the bytes that a device sends to and receives from the next stage for a micro batch."""
     return 2 * mapping.micro_batch * workload.model.block.output_bytes * workload.width / mapping.tensor
 
 
 def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) -> float:
-    """Seconds of the update: it reads gradients, reads and writes its state, and writes the weights."""
+    """Return the seconds of the update, which reads gradients, reads and writes state, and writes weights."""
     training, device = workload.training, workload.machine.device
     moved = 2 * training.optimizer_bytes + training.gradient_bytes + training.weight_bytes
     speed = device.memory_bytes_per_second * workload.constants.memory_efficiency
@@ -271,7 +271,10 @@ def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) 
 
 
 def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
-    """Bytes to and from the slower memory in a step: those it waits for, and those behind its computing."""
+    """Return the bytes to and from the slower memory in a step: bytes that the step waits for, and other bytes.
+
+    The other bytes are moved while the device computes.
+    """
     training, model = workload.training, workload.model
     parameters = most_parameters(model, mapping.pipeline, mapping.tensor)
     number = mapping.num_micro_batches(training.global_batch)
@@ -293,7 +296,7 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
 
 
 def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Mapping) -> float:
-    """Seconds that a step waits for the slower memory."""
+    """Return the seconds in which a step waits for the slower memory."""
     if mapping.has_layer_phases:
         step = phase_plan(workload, mapping).step
         return step.reading + step.writing
@@ -306,7 +309,7 @@ def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Ma
 
 @lru_cache(maxsize=1024)
 def phase_plan(workload: Workload, mapping: Mapping) -> PhasePlan:
-    """The phases of whole layers, and what a step waits for."""
+    """Return the phases of whole layers in ``mapping``, with the memory and the duration of a step."""
     device, units, loop = workload.machine.device, phase_units(workload, mapping), phase_loop(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
     passes = [_passes(layer, workload, mapping).total for layer, n in stage.layers for _ in range(n)]

@@ -1,4 +1,4 @@
-"""All legal mappings of a workload, the fastest that fit, and why faster ones do not."""
+"""The search over all legal mappings of a workload, for the fastest that fit and the next faster that does not."""
 
 import math
 from bisect import insort
@@ -23,38 +23,38 @@ _LARGEST_MICRO_BATCH: Final = 64
 _INTERLEAVE: Final = (1, 2, 3, 4, 6, 8)
 _MORE_DEVICES: Final = (2, 4, 8, 16, 32, 64)
 _FEW_SHARDS: Final = 4
-"""Of so many sizes of groups of shards all are tried; of more only that of a host, and all replicas."""
+"""Up to this number of sizes of shard groups, all sizes are tried; otherwise only one host and all replicas."""
 _OFFLOADED: Final = ("offload_activations", "offload_optimizer")
 _STATE: Final = ("sharding", "weight_shards", "optimizer_shards", *_OFFLOADED, "phases")
-"""The fields of a mapping that say how it keeps its state; the others are its shape."""
+"""The fields of a mapping that define where its state is kept. The other fields are the shape of the mapping."""
 
 _MOST_BETTER: Final = 100
-"""Of the shapes that no device has room for so many are tried for the next better mapping: those nearest to it."""
+"""The largest number of shapes too large for a device that are tried to find the next faster mapping."""
 
 _Values = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A legal mapping of a workload, with what is predicted of it."""
+    """A legal mapping of a workload, with the predicted duration of a step and the predicted memory."""
 
     workload: Workload
     mapping: Mapping
-    running: Duration | None = None  # the seconds of its passes, where they are known
+    running: Duration | None = None  # the duration of the passes, if it is known already
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro batches that a replica computes in a step."""
+        """Number of micro batches that a replica computes in a step."""
         return self.mapping.num_micro_batches(self.workload.training.global_batch)
 
     @cached_property
     def duration(self) -> Duration:
-        """Seconds of a step."""
+        """Predicted seconds of a step, by activity."""
         return streamed(self.unstreamed, self.workload, self.mapping)
 
     @cached_property
     def unstreamed(self) -> Duration:
-        """Seconds of a step that never waits for the slower memory, which are found sooner."""
+        """Predicted seconds of a step without waits for the slower memory, which are faster to compute."""
         running = self.running or running_duration(self.workload, self.mapping)
         return updated(running, self.workload, self.mapping)
 
@@ -64,53 +64,52 @@ class Candidate:
 
     @property
     def memory(self) -> Memory:
-        """Bytes on the fullest device."""
+        """Predicted bytes on the device that needs most memory."""
         return self._fullest[0]
 
     @property
     def stage(self) -> Stage:
-        """The stage of the fullest device."""
+        """The stage whose devices need most memory."""
         return self._fullest[1]
 
     @property
     def missing_bytes(self) -> float:
-        """How many bytes the fullest device lacks; 0 where it has room."""
+        """Number of bytes that are missing on the device that needs most memory; 0 if none are missing."""
         return max(0.0, self.memory.total - self.workload.limit_bytes)
 
     @property
     def missing_streaming_bytes(self) -> float:
-        """How many bytes the slower memory beside the fullest device lacks."""
+        """Number of bytes that are missing in the slower memory beside that device; 0 if none are missing."""
         return max(0.0, self.memory.streaming - self.workload.machine.device.streaming_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest device has room, and the slower memory beside it."""
+        """Whether the predicted memory fits into the device and into the slower memory beside the device."""
         return not self.missing_bytes and not self.missing_streaming_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a search found."""
+    """The result of a search: the mappings that fit, and the next faster mapping that does not fit."""
 
-    # the mappings that fit, fastest first: of those that differ only in how they keep their state the fastest, and
-    # at least the 500 fastest
+    # The mappings that fit, fastest first: for each shape only the fastest, and at least the 500 fastest shapes.
     fitting: tuple[Candidate, ...]
-    # the next better one: of those tried that do not fit and are faster the slowest; None: there is none
+    # The slowest of the tried mappings that are faster than all fitting mappings but do not fit; None if none is.
     faster: Candidate | None
-    num_mappings: int  # how many were tried
+    num_mappings: int  # how many mappings were tried
 
 
 def predict(workload: Workload, mapping: Mapping) -> Candidate:
-    """What is predicted of one mapping; MappingError where no program could run it."""
+    """Return ``mapping`` with the predictions for it. Raises MappingError if no program could run ``mapping``."""
     check(mapping, workload)
     return Candidate(workload, mapping)
 
 
 def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -> Answer:
-    """The mappings to all devices that have the ``fixed`` values; it ends when so many of the fastest are known.
+    """Search the mappings that use all devices and have the ``fixed`` values, until ``num_fastest`` are known.
 
-    A shape is a mapping but for how it keeps its state. Shapes are tried in the order of the time that none of
-    their mappings is faster than; of the ways to keep state that fit, each has the fastest.
+    A shape is a mapping without the fields of `_STATE`. Shapes are tried in the order of a lower bound of their
+    durations. For each shape, the fastest way to keep state that fits is returned.
     """
     groups = _groups(workload, fixed)
     if not groups:
@@ -141,24 +140,24 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A shape with the ways in which it can keep its state; none is faster than its passes."""
+    """A shape, the ways to keep its state, and a lower bound of its duration: the duration of its passes."""
 
     running: Duration
     mapping: Mapping
     ways: list[Mapping]
 
     def candidates(self, workload: Workload) -> Iterator[Candidate]:
-        """The shape with each way; phases of whole layers have other passes."""
+        """Yield a candidate for each way to keep the shape's state."""
         for way in self.ways:
             mapping = _keeping(self.mapping, way)
             yield Candidate(workload, mapping, None if mapping.has_layer_phases else self.running)
 
 
 def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
-    """The candidates that could be faster than those before them; the last that fits is fastest."""
+    """Return the candidates of a shape that could beat all earlier ones; the last that fits is the fastest."""
     found, best = list[Candidate](), math.inf
     for one in shape.candidates(workload):
-        if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simplest
+        if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simpler
             continue
         found.append(one)
         best = one.duration.total if one.fits else best
@@ -168,7 +167,7 @@ def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
 def _next_better(
     workload: Workload, best: float, too_large: list[Candidate], hopeless: list[_Shape]
 ) -> Candidate | None:
-    """The slowest of the mappings that are too large and take less than ``best`` seconds."""
+    """Return the slowest of the mappings that do not fit but take less than ``best`` seconds; None if none is."""
     bounded = (one for one in hopeless if one.running.total < best)
     near = nlargest(_MOST_BETTER, bounded, key=attrgetter("running.total"))
     every = [*too_large, *(found for one in near for found in one.candidates(workload))]
@@ -177,18 +176,19 @@ def _next_better(
 
 
 def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) -> list[Candidate]:
-    """The candidates of a group of which one needs least memory: phases keep no sums of one large micro batch."""
+    """Return a few candidates of a group of shapes, among which is the candidate that needs least memory."""
+    # One large micro batch may need less memory than several small ones, because phases then keep no sums.
     ends = dict.fromkeys((min(shapes, key=_first_in_memory), max(shapes, key=attrgetter("micro_batch"))))
     return [Candidate(workload, _keeping(shape, way)) for shape in ends for way in ways]
 
 
 def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
-    """Sorts that shape of a group first which needs least memory."""
+    """Return a sort key by which the shape of a group that needs least memory comes first."""
     return shape.micro_batch, shape.schedule != "1f1b", -shape.interleave
 
 
 def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
-    """What would make something fit, nearest first, where nothing does."""
+    """Return changes of the workload or of ``fixed`` that would make a mapping fit, the smallest change first."""
     found = [_least_lacking(workload, fixed)]
     for name in fixed:
         rest = {key: value for key, value in fixed.items() if key != name}
@@ -198,13 +198,13 @@ def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
         number = workload.machine.num_devices * factor
         if number <= MOST_DEVICES:
             larger = replace(workload, machine=replace(workload.machine, num_devices=number))
-            if _fitting(larger, {"micro_batch": 1, **fixed}):  # larger ones need more memory
+            if _fitting(larger, {"micro_batch": 1, **fixed}):  # larger micro batches need more memory
                 return [*found, f"{number} devices in place of {workload.machine.num_devices}"]
     return found
 
 
 def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
-    """The memory that the nearest mapping lacks: the one that lacks least."""
+    """Return, as text, how much memory the mapping needs that comes nearest to fitting."""
     tried = [one for ways, shapes in _groups(workload, fixed) for one in _smallest(workload, shapes, ways)]
     least = min(tried, key=lambda one: (one.missing_bytes + one.missing_streaming_bytes, one.missing_bytes))
     if not least.missing_bytes:
@@ -220,7 +220,7 @@ def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
 
 
 def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...]:
-    """The fastest mapping that fits, maybe others behind it; none where none is legal."""
+    """Return the mappings that fit, the fastest first, possibly only one; none if no mapping is legal."""
     try:
         return search(workload, fixed, 1).fitting
     except MappingError:
@@ -228,12 +228,12 @@ def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
-    """Sorts the faster first, and of equally fast ones that with less memory."""
+    """Return a sort key: a faster candidate comes first, then a candidate that needs less memory."""
     return candidate.duration.total, candidate.memory.total
 
 
 def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
-    """Groups of shapes that can keep their state in the same ways: for each group these ways, then its shapes."""
+    """Return groups of shapes that have the same ways to keep state; each group is the ways and the shapes."""
     groups: dict[Mapping, list[Mapping]] = {}
     for shape in _shapes(workload, fixed):
         groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
@@ -248,7 +248,7 @@ def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mappi
 
 
 def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
-    """Every legal tensor, pipeline, replicas, micro batch, schedule and recomputation, on all devices."""
+    """Yield every legal shape that uses all devices and has the ``fixed`` values."""
     model, num_devices, batch = workload.model, workload.machine.num_devices, workload.training.global_batch
     largest = max(_LARGEST_MICRO_BATCH, fixed.get("micro_batch", 1))
     for tensor in _divisors(num_devices, num_devices if model.divisors else 1, fixed.get("tensor")):
@@ -273,7 +273,7 @@ def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
 
 
 def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
-    """``shape`` with each legal way to keep its state, the simplest first.
+    """Return ``shape`` with each legal way to keep its state, the simplest way first.
 
     Only programs that are compiled as a whole run parts of layers as phases, and move state to the slower memory
     and back: torch does neither for `popdist.parallel.parallelize`, and such ways are tried if they are fixed.
@@ -295,10 +295,10 @@ def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Ma
 
 
 def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[_Values]:
-    """What may be sharded, and over how many replicas, the simplest first.
+    """Return the shardings to try, as fields of a mapping, the simplest first.
 
-    Sharded optimizer state takes less time and memory than whole copies: these are tried only where they are asked
-    for, or there is one replica. Programs that cut a model into stages do not shard gradients alone.
+    Unsharded state is tried only if it is fixed or there is one replica, because sharded optimizer state takes
+    less time and memory. Programs that cut a model into stages do not shard gradients alone.
     """
     everyone = fixed.get("optimizer_shards", shape.replicas)
     if everyone == 1 or fixed.get("sharding") == "none":
@@ -316,7 +316,7 @@ def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
 
 
 def _keeping(shape: Mapping, way: Mapping) -> Mapping:
-    """``shape`` that keeps its state as ``way`` does."""
+    """Return ``shape`` with the fields of ``way`` that define where state is kept."""
     return replace(
         way,
         micro_batch=shape.micro_batch,
@@ -328,12 +328,12 @@ def _keeping(shape: Mapping, way: Mapping) -> Mapping:
 
 
 def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
-    """The divisors of ``number`` up to ``most``; of these only ``fixed``, where something is."""
+    """Return the divisors of ``number`` up to ``most``; if ``fixed`` is given, only the divisor equal to it."""
     return [d for d in divisors(number) if d <= most and fixed in (None, d)]
 
 
 def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[tuple[Schedule, int]]:
-    """Schedules, with the pieces of a stage. GPipe only when it is asked for: 1F1B is as fast with less memory."""
+    """Return the schedules to try, each with its number of pieces per stage; GPipe only if it is fixed."""
     found: list[tuple[Schedule, int]] = [("gpipe" if fixed.get("schedule") == "gpipe" else "1f1b", 1)]
     if shape.pipeline > 1 and shape.num_micro_batches(workload.training.global_batch) % shape.pipeline == 0:
         pieces = sorted({*_INTERLEAVE, fixed.get("interleave", 2)} - {1})
@@ -346,7 +346,7 @@ def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
 
 
 def _why_none_is_legal(workload: Workload, fixed: Table[str, Any]) -> str:
-    """Which rule the fixed values break; or that devices and batch do not divide."""
+    """Return the text that explains why no mapping with the ``fixed`` values is legal."""
     number, name = workload.machine.num_devices, workload.machine.name
     mapping = completed(fixed, number)
     asked = [key for key in ("tensor", "pipeline", "replicas") if key in fixed]
@@ -361,7 +361,7 @@ def _why_none_is_legal(workload: Workload, fixed: Table[str, Any]) -> str:
 
 
 def _broken_rule(mapping: Mapping, workload: Workload) -> str:
-    """What `check` says of ``mapping``; empty where it is legal."""
+    """Return the text of the error that `check` raises for ``mapping``; an empty text if ``mapping`` is legal."""
     try:
         check(mapping, workload)
     except MappingError as error:

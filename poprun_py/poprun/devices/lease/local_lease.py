@@ -1,6 +1,6 @@
-"""What a job takes of the pool of this machine: virtual IPUs, GPUs, and cores that its instances alone have.
+"""A job's leases from the pool of this machine: virtual IPUs, GPUs, and cores for the job's instances alone.
 
-It takes them in that order, which is the same for all jobs: so two jobs never wait for each other.
+All jobs acquire these leases in this order, so that two jobs never wait for each other.
 """
 
 import os
@@ -32,18 +32,21 @@ from poprun.plan.topology import Binding, Gpu, MachineFacts
 from poprun.text import screen
 
 _OCCUPANTS_SECONDS: Final = 5.0
-"""How often to ask the driver whether a process outside the pool still holds memory."""
+"""The time between two checks whether a process outside the pool still uses a GPU's memory."""
 
 _CORE_QUEUE: Final = "core/"
-"""The queue for cores, so that nobody waits there behind those who wait for virtual IPUs."""
+"""The queue for cores, so that jobs that want cores do not wait behind jobs that want virtual IPUs."""
 
 
 @contextmanager
 def leased_here(
     job: LeasedPlan, facts: MachineFacts | None, *, is_fixed: bool, log: Log = screen.log
 ) -> Iterator[LeasedPlan]:
-    """Hold what a job needs of this machine for the length of a block; if ``is_fixed``, what its plan names."""
-    # a job that a program of another job starts runs on that one's GPUs, and needs no lease of its own on them
+    """Hold a job's leases on this machine for the length of a block; yield the job with these leases.
+
+    If ``is_fixed``, lease exactly the GPUs that the plan names.
+    """
+    # A job started by a program of another job runs on the other job's GPUs, and needs no lease of its own.
     plan = job.plan
     with ExitStack() as stack:
         if plan.takes_lease and not job.has_gpus:
@@ -61,7 +64,7 @@ def leased_here(
 
 
 def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
-    """The partition for ``plan``, which may be the only one there is; and what stands in the pool."""
+    """Return the name of the partition for ``plan``, or None, and the leases and partitions in the pool."""
     state, user = _pool_of(plan).state(), user_name(os.getuid())
     if plan.asks_server:
         return plan.vipu.partition, state
@@ -72,7 +75,7 @@ def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
 def ipu_claims(
     plan: LaunchPlan, partition: str | None, facts: MachineFacts | None, *, is_fixed: bool
 ) -> "Sequence[IpuClaim | GpuClaim]":
-    """The claims of a job on virtual IPUs and on GPUs of this machine, of a pod's IPUs in the ``partition``."""
+    """Return a job's claims on virtual IPUs and GPUs of this machine, from ``partition`` if it is not None."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
         found = find_devices(os.environ) if facts is None else None
@@ -89,7 +92,7 @@ def ipu_claims(
 
 @contextmanager
 def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[str] = ()) -> Iterator[LeasedPlan]:
-    """Hold what a claim is granted for the length of a block, or run on what is ``inherited``."""
+    """Wait for a claim and hold its lease for the length of a block; or use the ``inherited`` devices instead."""
     try:
         names = inherited or claim.wait_until_granted(job.plan.vipu, log)
         yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
@@ -98,7 +101,7 @@ def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[
 
 
 class LocalClaim(Claim):
-    """A claim of ``plan`` on the pool of this machine, which has the IPUs of ``cluster`` to choose from."""
+    """A claim of a job on devices of this machine's pool, which are chosen from ``cluster``."""
 
     _requested: PoolRequest
 
@@ -111,11 +114,11 @@ class LocalClaim(Claim):
 
     @abstractmethod
     def request(self) -> PoolRequest:
-        """The request for what the job wants of the cluster."""
+        """Return the request to the pool for the devices or cores that the job needs."""
 
     @abstractmethod
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """All that the job has been given: ``given`` before, and ``names`` by this claim."""
+        """Return the job's devices and cores: ``given`` from earlier claims, plus ``names`` from this claim."""
 
     def _ask_pool(self) -> tuple[str, ...]:
         self._requested = self.request()
@@ -144,16 +147,16 @@ class LocalClaim(Claim):
         )
 
     def lease(self, names: Sequence[str]) -> HeldLease:
-        """The lease on the virtual IPUs, GPUs or cores called ``names``."""
+        """Return the lease on the virtual IPUs, GPUs or cores called ``names``."""
         held = self.granted(names).lease(self._pool.path)
         return held if self._ticket is None else replace(held, descriptor=self._ticket.descriptor)
 
     def granted(self, names: Sequence[str]) -> Granted:
-        """The virtual IPUs, GPUs or cores called ``names`` as what this claim was granted."""
+        """Return a `Granted` with the virtual IPUs, GPUs or cores called ``names``."""
         return Granted(plan=self.plan, cluster=self.cluster, names=names, partition=self.partition)
 
     def give_back(self, log: Log) -> None:
-        """Give everything back; where that cannot be written any more, the end of this process ends the lease."""
+        """Release the lease; if the pool cannot be written, log a warning: the lease ends with this process."""
         if self._ticket is not None:
             try:
                 self._pool.release(self._ticket)
@@ -162,7 +165,7 @@ class LocalClaim(Claim):
 
 
 class IpuClaim(LocalClaim):
-    """A claim on virtual IPUs of this machine that are counted or named: of a pod, or shares of the cores."""
+    """A claim on virtual IPUs of this machine, which are a pod's IPUs or shares of the cores."""
 
     def __init__(self, plan: LaunchPlan, partition: str | None) -> None:
         super().__init__(plan, partition, _ipus_here(plan, partition))
@@ -178,11 +181,11 @@ class IpuClaim(LocalClaim):
         self._wanted = wanted.of(self.cluster)
 
     def request(self) -> PoolRequest:
-        """The request for as many virtual IPUs as the replicas use."""
+        """Return the request for as many virtual IPUs as the replicas use."""
         return self._wanted
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """``given`` with the cores that the virtual IPUs stand for, if they are counted shares of a CPU."""
+        """Return ``given`` with the cores of the virtual IPUs, if virtual IPUs are shares of the CPU's cores."""
         granted = self.granted(names)
         granted.check_domains(num_hosts=1)
         if self.plan.vipu.ipus_per_host is None or self.plan.devices or self.cluster.kind != CPU:
@@ -191,7 +194,7 @@ class IpuClaim(LocalClaim):
 
 
 class GpuClaim(LocalClaim):
-    """A claim on GPUs of this machine, if ``is_fixed`` on just those that the plan names."""
+    """A claim on GPUs of this machine; if ``is_fixed``, on exactly the GPUs that the plan names."""
 
     def __init__(self, plan: LaunchPlan, partition: str | None, gpus: Sequence[Gpu], *, is_fixed: bool) -> None:
         super().__init__(plan, partition, _gpus_here(plan, gpus))
@@ -206,12 +209,12 @@ class GpuClaim(LocalClaim):
         return super()._ask_pool()
 
     def request(self) -> PoolRequest:
-        """The request for as many GPUs as the instances use, or for just those that the plan names."""
+        """Return the request for as many GPUs as the instances use, or for exactly the GPUs in the plan."""
         request = self._wanted.of(self.cluster)
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """``given`` with the GPUs as masks call them."""
+        """Return ``given`` with the granted GPUs, by the names that a mask like CUDA_VISIBLE_DEVICES uses."""
         return replace(given, devices=self.granted(names).devices)
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
@@ -222,7 +225,7 @@ class GpuClaim(LocalClaim):
 
 
 class CoreClaim(LocalClaim):
-    """A claim on cores for the instances alone; without ``facts`` on just those that the plan names."""
+    """A claim on cores for the job's instances alone; if ``facts`` is None, on exactly the cores in the plan."""
 
     def __init__(self, plan: LaunchPlan, facts: MachineFacts | None, given: LeasedDevices) -> None:
         self._facts = facts
@@ -233,7 +236,7 @@ class CoreClaim(LocalClaim):
         super().__init__(plan, None, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(there)))
 
     def request(self) -> PoolRequest:
-        """The request for as many cores as there are threads, or for just those that the plan names."""
+        """Return the request for one core per thread, or for exactly the cores in the plan."""
         if self._facts is None:
             num_cores = len(_bound(self._given.bindings))
         else:
@@ -242,12 +245,12 @@ class CoreClaim(LocalClaim):
         return PoolRequest(num_ipus=num_cores, choose=self._choose, queue_name=_CORE_QUEUE)
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """``given`` with the instances bound to the cores that were chosen."""
+        """Return ``given`` with each instance bound to its chosen cores."""
         del names
         return replace(given, bindings=self._given.bindings)
 
     def _choose(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
-        """Cores beside those that are ``taken``: of a physical core all hardware threads, or none."""
+        """Choose cores that are not ``taken``; a physical core is free if all its hardware threads are free."""
         if self._facts is None:
             wanted = _cores(_bound(self._given.bindings))
             return () if any(core.name in taken for core in wanted) else wanted
@@ -267,7 +270,7 @@ def _pool_of(plan: LaunchPlan) -> Pool:
 
 
 def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
-    """The IPUs of the job, of this user or of root, that has started this process, in slot order."""
+    """Return the IPUs of the job that started this process, in slot order, if the job is this user's or root's."""
     above, users = set(ancestors(os.getpid())), (user_name(os.getuid()), user_name(0))
     holders = (lease for lease in state.leases if lease.holder.pid in above and lease.holder.user in users)
     leases = (lease for lease in holders if is_here(lease.holder))
@@ -276,7 +279,7 @@ def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
 
 
 def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
-    """The virtual IPUs that a job may be given; a CPU that nobody has counted has one for each core, or more."""
+    """Return the cluster of virtual IPUs from which a job chooses; by default, a CPU has one per core or more."""
     vipu = plan.vipu
     num_ipus = vipu.ipus_per_host
     if num_ipus is None and partition is None:
@@ -286,7 +289,7 @@ def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
 
 
 def _gpus_here(plan: LaunchPlan, gpus: Sequence[Gpu]) -> Cluster:
-    """The GPUs that a job may be given, as a cluster."""
+    """Return the cluster of GPUs from which a job chooses."""
     return gpu_cluster(socket.gethostname(), gpus[: plan.vipu.ipus_per_host])
 
 

@@ -1,4 +1,4 @@
-"""The pool as others use it: each method is one transaction, and waiting for a turn keeps nobody from work."""
+"""The pool as other packages use it. Each method is one transaction; a job that waits does not lock the pool."""
 
 import os
 import secrets
@@ -32,24 +32,24 @@ _NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A lease, or a place in the queue for one, which lasts until somebody ends it: that of a server's client."""
+    """The lease of a server's client, or a place in the queue. It lasts until the server ends it."""
 
     id: int
-    key: str  # what its files in the pool are called
-    ipus: tuple[str, ...] = ()  # names of those that it holds, in slot order; none while it waits
+    key: str  # the key in the names of the lease's files in the pool
+    ipus: tuple[str, ...] = ()  # names of the lease's IPUs, in slot order; empty while the job waits
 
     def close(self) -> None:
-        """Close what this process has open of it: nothing."""
+        """Do nothing, because this process has no open file of the lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTicket(Ticket):
-    """A lease of this process, or its place in the queue for one."""
+    """A lease of this process, or a place in the queue. It lasts while a process has a locked file open."""
 
-    descriptor: int  # the locked file that is the lease, as long as a process has it open
+    descriptor: int  # the locked file: the lease exists as long as a process has this file open
 
     def close(self) -> None:
-        """Close the locked file: the lease ends with the last process that has it open."""
+        """Close the locked file. The lease ends when no other process has the file open either."""
         os.close(self.descriptor)
 
 
@@ -57,7 +57,7 @@ AnyTicket = TypeVar("AnyTicket", bound=Ticket)
 
 
 class Pool:
-    """The pool in the folder at ``path``, made when it is first written to; a PoolError if it cannot be used."""
+    """The pool in the folder ``path``, which the first write makes. Raises PoolError if the folder is unusable."""
 
     def __init__(
         self, path: str, busy_seconds: float = BUSY_SECONDS, cluster: Callable[[], Cluster] = lambda: _NO_IPUS
@@ -67,7 +67,7 @@ class Pool:
         self.cluster = cluster  # finds the virtual IPUs that partitions are made of
 
     def state(self) -> PoolState:
-        """What stands in the pool now, without the leases of jobs that have ended; nothing where there is none."""
+        """Return the leases of running jobs and the partitions in the pool; none if there is no pool yet."""
         try:
             with opened_folder(self.path, makes=False) as folder:
                 return read_contents(folder).state
@@ -75,7 +75,7 @@ class Pool:
             return PoolState()
 
     def enqueue(self, holder: Holder, request: PoolRequest) -> LockedTicket:
-        """Queue at the end for ``holder``, who has what is requested if nobody stands before it and it is free."""
+        """Put ``holder`` at the end of the queue; grant ``request`` at once if no job waits and IPUs are free."""
         key = secrets.token_hex(16)
         with self._writing() as (folder, contents):
             descriptor = folder.make_lock(LOCK, key)
@@ -87,19 +87,19 @@ class Pool:
         return LockedTicket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
     def enqueue_client(self, key: str, holder: Holder, request: PoolRequest) -> Ticket:
-        """Queue for a client of this server as for this process; the client's lease is the server's to end."""
+        """Put a client of this server at the end of the queue, as `enqueue` does; the server ends the lease."""
         with self._writing() as (folder, contents):
             lease, ipus = _enqueued(folder, contents, key, holder, request)
         return Ticket(id=lease.id, key=key, ipus=ipus)
 
     def retry(self, ticket: AnyTicket, request: PoolRequest) -> AnyTicket:
-        """Take what is requested if nobody stands before ``ticket`` by now, and it is free."""
+        """Grant ``request`` if ``ticket`` is now first in its queue and the IPUs are free; return the ticket."""
         with self._writing() as (folder, contents):
             return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
 
     def release(self, ticket: Ticket) -> None:
-        """Give everything back, and the partition that was made for this lease with it."""
-        # only this user's own files are removed, so it needs no lock, whatever else stands in the pool
+        """Release the lease or the place in the queue, and remove the partition that was made for the lease."""
+        # This needs no lock, because it removes only this user's own files.
         try:
             with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
                 end_lease(folder, ticket.key)
@@ -115,7 +115,10 @@ class Pool:
         cluster: str | None = None,
         user: str | None = None,
     ) -> Partition:
-        """Make a partition of free IPUs for ``user``, a client of this server, or for this user."""
+        """Make a partition of ``size`` free IPUs for ``user``, a client of this server, or for this user.
+
+        Raises PartitionError or PlanError if the request is wrong, IpusTakenError if too few IPUs are free.
+        """
         ours = self.cluster()
         check_names(ours, allocation, cluster)
         check_count("--size", size)
@@ -141,12 +144,12 @@ class Pool:
             return _give_ipus(folder, stored, chosen)
 
     def remove_partition(self, name: str) -> None:
-        """Remove a partition of this user's that no job holds."""
+        """Remove the partition ``name``, which this user owns and no job uses."""
         with self._writing() as (folder, contents):
             remove_partition(folder, _unused(contents, name))
 
     def reset_partition(self, name: str) -> Partition:
-        """Choose anew the IPUs of a partition that no job holds; it keeps its own if too few others are free."""
+        """Choose other IPUs for a partition that no job uses; IpusTakenError if too few other IPUs are free."""
         ours = self.cluster()
         with self._writing() as (folder, contents):
             stored = _unused(contents, name)
@@ -161,7 +164,7 @@ class Pool:
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[PoolFolder, Contents]]:
-        """A transaction that may write: the folder, locked against others, and what stands in it."""
+        """Lock the pool's folder for the length of a block; yield the folder and its contents."""
         with opened_folder(self.path, makes=True) as folder, folder.alone(self.busy_seconds):
             contents = read_contents(folder)
             clear(folder, contents)
@@ -171,7 +174,7 @@ class Pool:
 def _enqueued(
     folder: PoolFolder, contents: Contents, key: str, holder: Holder, request: PoolRequest
 ) -> tuple[Lease, tuple[str, ...]]:
-    """Write a lease at the end of the queue; the lease, and the names of what it was granted at once."""
+    """Write a lease at the end of the queue; return the lease and the names of the IPUs granted at once."""
     lease = Lease(
         id=contents.next_number,
         holder=holder,
@@ -198,7 +201,7 @@ def _own(contents: Contents, key: str) -> Stored[Lease]:
 
 
 def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], request: PoolRequest) -> tuple[str, ...]:
-    """Give a lease what it wants; the names of its IPUs, none when it has to wait."""
+    """Grant ``request`` to a lease if possible; return the names of the IPUs, none if the lease has to wait."""
     state, wanted = contents.state, request.partition
     if any(other.id < stored.row.id for other in state.waiting(request.queue)):
         return ()
@@ -217,7 +220,7 @@ def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], reques
 def _partition_for(
     contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
 ) -> Stored[Partition]:
-    """The partition that a lease wants, which is this user's to change, or else a new one."""
+    """Return the partition that a lease requests, if this user may change it; a new partition if none exists."""
     if (found := contents.partition(wanted.name)) is not None:
         return _changeable(found)
     made = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
@@ -225,7 +228,7 @@ def _partition_for(
 
 
 def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> Stored[Partition]:
-    """A partition of this user, or of a client of this server, that has no IPUs yet."""
+    """Return a new partition without IPUs, which belongs to ``user``, or to this user if ``user`` is None."""
     partition = Partition(
         name=name,
         ipus=(),
@@ -239,7 +242,7 @@ def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None
 
 
 def _give_ipus(folder: PoolFolder, stored: Stored[Partition], ipus: Sequence[VirtualIpu]) -> Partition:
-    """Replace the IPUs of a partition."""
+    """Replace the IPUs of a partition, write the partition to the pool, and return it."""
     num_domains = len({ipu.domain for ipu in ipus})
     partition = replace(stored.row, ipus=_in_order(ipus), num_domains=num_domains)
     write(folder, replace(stored, row=partition))
@@ -247,12 +250,12 @@ def _give_ipus(folder: PoolFolder, stored: Stored[Partition], ipus: Sequence[Vir
 
 
 def _in_order(ipus: Sequence[VirtualIpu]) -> tuple[str, ...]:
-    """Names of IPUs in the order in which they are listed."""
+    """Return the names of ``ipus``, sorted by the index of the IPU."""
     return tuple(ipu.name for ipu in sorted(ipus, key=lambda ipu: (ipu.index, ipu.name)))
 
 
 def _changeable(stored: Stored[Partition]) -> Stored[Partition]:
-    """A partition, if this user may change it: his own, or any if he is root."""
+    """Return the partition; PartitionError unless this user owns the partition or is root."""
     if os.geteuid() not in (0, stored.uid):
         owner, name = stored.row.user, stored.row.name
         raise PartitionError(
@@ -263,7 +266,7 @@ def _changeable(stored: Stored[Partition]) -> Stored[Partition]:
 
 
 def _unused(contents: Contents, name: str) -> Stored[Partition]:
-    """The partition of that name, if no job holds it and this user may change it."""
+    """Return the partition ``name``; PartitionError or IpusTakenError if this user may not change it now."""
     stored = contents.partition(name)
     if stored is None:
         known = ", ".join(other.row.name for other in contents.partitions)
@@ -277,14 +280,14 @@ def _unused(contents: Contents, name: str) -> Stored[Partition]:
 
 
 _POLL_SECONDS: Final = 0.02
-"""How often the first in the queue reads the pool; others more rarely the further behind they are."""
+"""The time between two reads of the pool by the first job in the queue. Jobs further behind read less often."""
 _RAREST_SECONDS: Final = 1.0
-_PATIENT_SECONDS: Final = 60.0  # after so long a wait the pool is read ten times more rarely
+_PATIENT_SECONDS: Final = 60.0  # after this time a waiting job reads the pool ten times less often
 
 
 def wait_for_turn(pool: Pool, ticket: Ticket, request: PoolRequest, timeout_seconds: float) -> None:
-    """Return when a retry of ``ticket`` may be granted, or after ``timeout_seconds``."""
-    # a job may have ended that could not give its IPUs back, so the pool is read and nobody waits for a message
+    """Wait until ``Pool.retry`` of ``ticket`` may succeed, but at most ``timeout_seconds``."""
+    # The pool is read again and again, because a job that was killed sends no message when its lease ends.
     began = time.monotonic()
     with opened_folder(pool.path, makes=True) as folder:
         while (waited := time.monotonic() - began) < timeout_seconds:

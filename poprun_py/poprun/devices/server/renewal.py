@@ -1,8 +1,8 @@
 """The process that renews a job's lease at a server of virtual IPUs: ``python -I -S renewal.py``.
 
-It is outside poprun's tree, so that a poprun that is stopped or killed does not lose the lease while programs
-compute. Of its standard input poprun and its agents hold the other end: the first line says what to do, a second
-one that the job is over, and an end without it that all of them were killed. Then it gives the lease back.
+The process is not a child of poprun, so that the lease is renewed even if poprun is stopped or killed while
+programs run. Poprun and its agents write to the standard input of the process. The first line describes the lease,
+and a second line means that the job is over. End of file without this line means that all writers were killed.
 """
 
 import json
@@ -22,12 +22,12 @@ from poprun.text.screen import log
 
 _INPUT = 0
 _READ_BYTES = 4096
-_RENEWALS = 6  # renewals in the time that a lease lasts: some may be lost
-_PATIENCE = 4  # parts of that time: for one of them an answer is waited for
+_RENEWALS = 6  # renewals in the duration of a lease, so that some may fail
+_PATIENCE = 4  # the server may take this part of a lease's duration to answer: a quarter
 
 
 class LeaseRenewal:
-    """The renewal of one lease until the job is over, as the first line of the standard input says."""
+    """The renewal of one lease until the job is over; ``job`` is the first line of standard input."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._lease_seconds = float(job["lease_seconds"])
@@ -41,7 +41,7 @@ class LeaseRenewal:
         self._is_lost = False
 
     def keep(self) -> None:
-        """Renew the lease until the job is over, then give it back."""
+        """Renew the lease until the job is over, and then end the lease at the server."""
         poll = select.poll()
         poll.register(_INPUT, select.POLLIN)
         while not poll.poll(self._pause_seconds * 1000):
@@ -57,7 +57,7 @@ class LeaseRenewal:
             call_server(self._server, "end-lease", self._key)
 
     def _renew(self) -> bool:
-        """Renew the lease; False when there is none any more."""
+        """Renew the lease once; return False if the lease has ended at the server."""
         try:
             call_server(self._server, "renew-lease", self._key)
         except LeaseEndedError as error:
@@ -80,7 +80,7 @@ class LeaseRenewal:
 
 
 def _first_line() -> bytes:
-    """The first line of the standard input, and nothing behind it: what follows says that the job is over."""
+    """Read the first line of standard input and no further byte, because the next line ends the job."""
     line = b""
     while not line.endswith(b"\n"):
         letter = os.read(_INPUT, 1)
@@ -91,7 +91,7 @@ def _first_line() -> bytes:
 
 
 def main() -> None:
-    """Leave poprun's tree, then keep the lease that the first line names."""
+    """Fork so that poprun is no longer the parent, and then renew the lease that the first line describes."""
     if os.fork():
         os._exit(0)
     line = _first_line()

@@ -1,8 +1,8 @@
-"""The virtual IPUs of a job that a server hands out: requested before it starts, renewed while it runs.
+"""The lease of a job from a server of virtual IPUs: requested before the job starts, renewed while the job runs.
 
-A server hands out the GPUs or the cores of its own machine, or a pod. A pod stands for whatever computes on any
-host, unless it names hosts: then each of them has its share of the IPUs. The GPUs that a job of a pod computes on
-are leased beside its IPUs, from the pools of its hosts.
+A server leases the GPUs or the cores of its own machine, or a pod. A pod's IPUs may be used on any host, unless
+the pod names hosts: then each host has its share of the IPUs. If a job with a pod's IPUs computes on GPUs, the job
+also leases these GPUs from the pools of its hosts.
 """
 
 import json
@@ -46,23 +46,23 @@ from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
 from poprun.text import screen
 
-_LOSS_SECONDS: Final = 15.0  # how long after poprun's end the agents of other hosts may still be about to find out
-_MOST_LETTERS: Final = 200  # of what the job runs, for others to read
+_LOSS_SECONDS: Final = 15.0  # how long agents of other hosts may need to notice poprun's end
+_MOST_LETTERS: Final = 200  # the length to which the job's command line is cut for listings
 _RENEWAL: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "renewal.py")
-_END_SECONDS: Final = 10.0  # how long to wait at most until the lease has been given back
+_END_SECONDS: Final = 10.0  # how long to wait at most for the release of the lease
 _READ_BYTES: Final = 64
 
 
 def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
-    """``facts`` with what the server of the job hands out, and the pod if that is one."""
+    """Return ``facts`` with the devices of the job's server, and the server's pod; None if it has no pod."""
     served = _pool_of(vipu).served()
     return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
 
 
 @contextmanager
 def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
-    """Hold the virtual IPUs of a job for the length of a block; the job with them."""
-    # a job that a program of another job starts runs on that one's virtual IPUs, and needs no lease of its own
+    """Hold a job's lease from its server for the length of a block; yield the job with the lease."""
+    # A job started by a program of another job runs on the other job's virtual IPUs, and needs no lease.
     plan, pool = job.plan, _pool_of(job.plan.vipu)
     served = pool.served()
     check_place(plan, served, boot_id())
@@ -99,7 +99,7 @@ def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
 
 
 class ServerClaim(Claim):
-    """A claim on the pool that a server hands out, by a job that runs ``words``."""
+    """A claim on the pool of a server; ``words`` is the job's command line, which listings show."""
 
     def __init__(self, pool: RemotePool, wanted: IpuRequest, words: str) -> None:
         super().__init__(None if wanted.partition is None else wanted.partition.name)
@@ -137,12 +137,12 @@ class ServerClaim(Claim):
         )
 
     def give_back(self) -> None:
-        """Leave the queue, or give back what was granted, where the server can be reached."""
+        """End the lease or the place in the queue; if the server cannot be reached, do nothing."""
         with suppress(PoprunError):
             self._pool.end_lease(self.request.key)
 
     def _request_again(self) -> LeaseAnswer:
-        """Ask again, also while the server is being started again."""
+        """Send the request again; if the server cannot be reached, retry until its timeout has passed."""
         patience_seconds = self._pool.server.timeout_seconds
         deadline = time.monotonic() + patience_seconds
         is_logged = False
@@ -160,8 +160,11 @@ class ServerClaim(Claim):
 
 @contextmanager
 def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
-    """Renew a lease for the length of a block, and for ``linger_seconds`` after all here were killed."""
-    # the agents keep the descriptor open; programs of other hosts may still run when all here were killed
+    """Start a process that renews a lease for the length of a block; yield the descriptor that keeps it running.
+
+    If poprun and all agents here are killed, the process renews the lease for ``linger_seconds`` more.
+    """
+    # Agents keep the descriptor open. The process lingers because programs of other hosts may still run.
     seconds = {"lease_seconds": lease_seconds, "linger_seconds": linger_seconds}
     job = {"server": asdict(server), "key": key, **seconds}
     life_reader, life_writer = os.pipe()
@@ -190,7 +193,7 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
 
 
 def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
-    """``facts`` with the GPUs that the job may use: those of the server, or beside a pod's IPUs all of them."""
+    """Return ``facts`` with only the server's GPUs; if the server leases a pod, return ``facts`` unchanged."""
     cluster, taken = served.cluster, served.state.taken
     if cluster.kind == POD:
         return facts
@@ -202,7 +205,7 @@ def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
 
 
 def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
-    """The GPUs of a server as this process calls and orders them: ``gpus`` are those that the job may use."""
+    """Return the server's cluster of GPUs with the names and the order of ``gpus``, which this process sees."""
     devices = {gpu.uuid or gpu.name: gpu.name for gpu in gpus}
     slots = {gpu.name: slot for slot, gpu in enumerate(gpus)}
     ipus = [replace(ipu, device=devices.get(ipu.name, "")) for ipu in cluster.ipus]
@@ -210,13 +213,13 @@ def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
-    """Check that the job runs where the server's IPUs are, unless they are a pod's, which stand for any host."""
+    """Raise PlanError if the server leases devices of its own machine, but the job runs on another machine."""
     if served.cluster.kind != POD and (len(plan.hosts) > 1 or served.boot_id != boot_id):
         raise _elsewhere(served.cluster, "cores" if served.cluster.kind == CPU else "GPUs")
 
 
 def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -> tuple[str, ...]:
-    """The hosts of a job as the cluster calls them, where it names hosts: this machine may have several names."""
+    """Return the job's hosts under the names that the cluster uses; none if the cluster names no hosts."""
     here = [host for host in cluster.hosts if host in aliases]
     found = tuple(here[0] if host in aliases and here else host for host in hosts)
     check_hosts_of(cluster, found)
@@ -224,7 +227,7 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
 
 
 def given_ipus(granted: Granted, hosts: Sequence[str]) -> LeasedDevices:
-    """The devices and cores of a plan with what it was granted; ``hosts`` bear the cluster's names."""
+    """Return the devices and cores of a plan after the grant; ``hosts`` are hosts under the cluster's names."""
     plan, cluster = granted.plan, granted.cluster
     if cluster.kind == GPU:
         in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in granted.names]
@@ -239,7 +242,7 @@ def given_ipus(granted: Granted, hosts: Sequence[str]) -> LeasedDevices:
 
 
 def _check_share(granted: Granted, host: str) -> None:
-    """Check that the job was given as many IPUs of a host as it uses there."""
+    """Raise PartitionError if the granted IPUs of ``host`` are fewer than the job uses on this host."""
     count = sum(ipu.name in granted.names for ipu in share_of(granted.cluster, host))
     if count < (used := granted.plan.num_ipus_per_host):
         raise PartitionError(
@@ -249,7 +252,7 @@ def _check_share(granted: Granted, host: str) -> None:
 
 
 def _check_visible(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> None:
-    """Check that the GPUs are among those that the user's masks leave here."""
+    """Raise PlanError if a granted GPU is not on this machine, or the user's mask hides it."""
     missing = [ipu.name for ipu in cluster.ipus if ipu.name in names and not ipu.device]
     if missing:
         mask = MAKERS[plan.maker].mask
@@ -271,7 +274,7 @@ def _pool_of(vipu: VipuSettings) -> RemotePool:
 
 
 def _held_above(state: PoolState) -> tuple[str, ...]:
-    """The IPUs of the job that has started this process: it runs on those, and needs no others."""
+    """Return the IPUs of the job that started this process, because this job then needs no other IPUs."""
     above = {key_of(pid) for pid in ancestors(os.getpid())}
     here = f"@{socket.gethostname()}"
     return next(
