@@ -1,4 +1,4 @@
-"""The identity of a job, its state and that of its instances at one moment, and exit codes in words. Pure."""
+"""The identity of a job, the state of a job and of its instances at one moment, and names of exit codes. Pure."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -24,65 +24,65 @@ AGENT_FROZEN: Final = "nothing was heard of its agent for 30 s: it is stopped, o
 """The problem of an instance whose agent was stopped (SIGSTOP) and could not be continued."""
 
 FROZEN_SECONDS: Final = 30.0
-"""After how long without a word from a running instance, which its agent measures each second, it is lost."""
+"""The time without a message from an agent after which its instance is lost; agents send a message each second."""
 
 HOST_LOST: Final = "its host does not answer any more"
-"""The problem of an instance whose host, or the way to it, is gone; its agent ends the program there."""
+"""The problem of an instance whose host failed or cannot be reached; the agent on that host ends the program."""
 
 OWN_NETWORK_LOST: Final = "no other host answers any more: the network of the machine that poprun runs on was cut"
-"""The problem of all instances on other hosts when all of these are lost at once, and there are several."""
+"""The problem of all instances on other hosts if there are several other hosts and all are lost at once."""
 
 SHIM_KILLED: Final = "its shim was killed"
-"""The problem of an instance that lost its shim: by itself, or with the whole MPI runtime."""
+"""The problem of an instance whose shim was killed, alone or together with the MPI runtime."""
 
 RUNTIME_KILLED: Final = "the MPI launcher's process on its host was killed"
-"""The problem of an instance whose shim has seen the end of the process that started it, such as Hydra's proxy."""
+"""The problem of an instance if the process that started its shim has ended, such as Hydra's proxy."""
 
-NOT_EXECUTABLE: Final = 126  # what a shell says of a program that it cannot execute
-NOT_FOUND: Final = 127  # what a shell says of a program that is not there
-EXIT_OF_SIGNAL: Final = 128  # what a shell adds to the number of the signal that ended a program
-NOT_BOUND: Final = 70  # EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life
+NOT_EXECUTABLE: Final = 126  # a shell's exit code for a program that it cannot execute
+NOT_FOUND: Final = 127  # a shell's exit code for a program that does not exist
+EXIT_OF_SIGNAL: Final = 128  # a shell adds this to the number of the signal that ended a program
+NOT_BOUND: Final = 70  # EX_SOFTWARE of sysexits.h: poprun's exit code for an instance that it could not start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """A job, and which attempt of it this is."""
+    """The identity of a job and the number of the current attempt, with the job's network and leases."""
 
     job_id: str  # the same for all instances and all attempts
     restart_count: int
     began_at_seconds: float  # monotonic time at which the first attempt began
     network: "JobNetwork | None" = None  # None when there is only this machine
     leases: "tuple[HeldLease, ...]" = ()
-    given: LeasedDevices | None = None  # what leases gave the job on this machine; None for what its plan names
+    given: LeasedDevices | None = None  # devices that are leased on this machine; None: the plan's devices
     open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
-        """The descriptors to send to an agent: the streams of its program, and the leases, which it keeps open."""
-        if not streams:  # it is on another host, and no descriptor goes there
+        """Return the descriptors to send to an agent: the program's ``streams``, and the job's leases."""
+        if not streams:  # the agent is on another host, to which no descriptor can be sent
             return []
         return [*streams, *(lease.descriptor for lease in self.leases if lease.descriptor is not None)]
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
-        """The devices and cores of the job on the host of instance ``index``: those leased, or those planned."""
+        """Return the devices and cores of the job on the host of instance ``index``, leased or else planned."""
         given, route = self.given or plan.named_devices, self.route(plan, index)
         return replace(given, devices=route.devices) if route is not None and route.devices else given
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
-        """How to reach the host of instance ``index``; None if there is only this machine."""
+        """Return the route to the host of instance ``index``; None if the job runs only on this machine."""
         return None if self.network is None else self.network.hosts[plan.instance(index).host_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCurve:
-    """Samples of an instance's memory: the first, the last, and in between so many that they stay few."""
+    """Samples of an instance's memory over time: the first, the last, and a limited number in between."""
 
     # (time, bytes), by time; at most ``MAX_SAMPLES``. The times are monotonic seconds
     samples: tuple[tuple[float, int], ...] = ()
-    peak_bytes: int = 0  # the most that was ever seen, whether its sample is still there or not
-    gap_seconds: float = 0.0  # the least time between samples that are kept, but for the last one
+    peak_bytes: int = 0  # the largest value of all samples, including samples that were dropped
+    gap_seconds: float = 0.0  # the least time between two kept samples, except before the last sample
 
     def after(self, at_seconds: float, num_bytes: int) -> Self:
-        """The curve with one more sample."""
+        """Return the curve with one more sample; if samples are too many, drop some."""
         before = self.samples
         is_last_kept = len(before) < 2 or before[-1][0] - before[-2][0] >= self.gap_seconds
         samples = (*(before if is_last_kept else before[:-1]), (at_seconds, num_bytes))
@@ -94,7 +94,7 @@ class MemoryCurve:
         return type(self)(samples=samples, peak_bytes=peak_bytes, gap_seconds=gap_seconds)
 
     def with_peak(self, num_bytes: int) -> Self:
-        """The curve with a peak of at least ``num_bytes``."""
+        """Return the curve with a peak of at least ``num_bytes``."""
         return replace(self, peak_bytes=max(self.peak_bytes, num_bytes))
 
 
@@ -102,7 +102,7 @@ _NO_MEMORY: Final = MemoryCurve()
 
 
 class InstanceState(StrEnum):
-    """The state of an instance, in the order in which it comes."""
+    """The state of an instance. An instance goes through the states in this order."""
 
     AWAITED = "awaited"  # no agent has reported
     READY = "ready"  # the agent waits for the start order
@@ -112,7 +112,7 @@ class InstanceState(StrEnum):
 
 
 class Phase(IntEnum):
-    """The phase of a job; it never goes back."""
+    """The phase of a job. A job never returns to an earlier phase."""
 
     STARTING = 0
     RUNNING = 1
@@ -125,26 +125,26 @@ class Phase(IntEnum):
 class Usage:
     """The memory and processor time of an instance's processes at one moment."""
 
-    at_seconds: float  # monotonic time at which poprun heard of it
-    memory_bytes: int  # resident memory; of the helpers, only what they share with nobody
-    cpu_seconds: float  # processor time of those that lived, since each began
-    num_processes: int  # how many lived
+    at_seconds: float  # monotonic time at which poprun received the measurement
+    memory_bytes: int  # resident memory; of helper processes, only memory that is not shared
+    cpu_seconds: float  # processor time of the running processes, each since its start
+    num_processes: int  # number of running processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineTotals:
-    """What the machine has kept from an instance since its program began."""
+    """The delays that the machine has caused an instance since the program started, and the free memory."""
 
-    run_delay_seconds: float = 0.0  # its main thread wanted a core and had none
-    throttled_seconds: float = 0.0  # its control group was not allowed to compute
-    num_major_faults: float = 0.0  # pages of its processes that had to come from a disk
-    num_in_disk_wait: int = 0  # of its processes, at this moment
-    room_bytes: int = 0  # memory that its host, or its control group, has left; 0 where nobody tells
-    counters: Mapping[str, float] = field(default_factory=dict)  # of `machine_counters`, which only grow
+    run_delay_seconds: float = 0.0  # time in which the main thread was ready to run but had no core
+    throttled_seconds: float = 0.0  # time in which the control group's CPU quota stopped the instance
+    num_major_faults: float = 0.0  # number of pages that the processes had to read from a disk
+    num_in_disk_wait: int = 0  # number of processes that wait for a disk at this moment
+    room_bytes: int = 0  # free memory of the host or the control group; 0 if unknown
+    counters: Mapping[str, float] = field(default_factory=dict)  # values of `machine_counters`, which only grow
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Self:
-        """The totals in an agent's event."""
+        """Return the totals that an agent's event contains."""
         return cls(
             run_delay_seconds=event.get("run_delay_seconds", 0.0),
             throttled_seconds=event.get("throttled_seconds", 0.0),
@@ -157,10 +157,10 @@ class MachineTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
-    """The state of one instance."""
+    """What poprun knows of one instance at one moment: state, exit code, problem, usage and progress."""
 
     index: int
-    state: InstanceState = InstanceState.AWAITED  # how far it has come
+    state: InstanceState = InstanceState.AWAITED
     # the program's exit code, negative for a signal; None while it runs, or when nobody could tell
     exit_code: int | None = None
     started_at_seconds: float | None = None  # monotonic time at which poprun heard that the program runs, or None
@@ -187,7 +187,7 @@ class InstanceStatus:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the program runs and said that it waits for others."""
+        """Whether the program runs and has reported that it waits for other instances."""
         is_told = self.progress is not None and self.progress.waiting_since_seconds is not None
         return is_told and self.state is InstanceState.RUNNING
 
@@ -202,7 +202,7 @@ class JobSnapshot:
     """The snapshot of a job from which the policy decides."""
 
     phase: Phase  # how far the job has come
-    in_phase_seconds: float  # how long it has been there
+    in_phase_seconds: float  # how long the job has been in this phase
     num_instances: int
     in_job_seconds: float = 0.0  # how long the job has been going on, earlier attempts included
     num_ready: int = 0  # instances whose agent has reported
@@ -212,13 +212,13 @@ class JobSnapshot:
     is_terminated: bool = False  # whether poprun was asked to end
     is_output_closed: bool = False  # whether nobody reads poprun's output any more
     hang_seconds: float = 0.0  # for how long no instance has made progress while some wait for others
-    is_hang_told: bool = False  # whether the user was told of that
-    # whether it is not known yet that they wait: some compute nothing, and are to be asked
+    is_hang_told: bool = False  # whether poprun has printed that the job hangs
+    # Whether instances compute nothing and must be asked for their stacks, because it is unknown if they wait.
     is_hang_suspected: bool = False
-    awaits_stacks: bool = False  # whether programs have been asked where they stand, and not all have answered
+    awaits_stacks: bool = False  # whether programs have been asked for their stacks, and some have not answered
     has_recorders: bool = False  # whether programs record their calls, and were not asked since a failure
-    awaits_evidence: bool = False  # whether they have been asked, and may still answer in time
-    # whether those that failed only lost a peer, which may be about to end by itself
+    awaits_evidence: bool = False  # whether programs have been asked for recorded calls and may still answer
+    # Whether all failed instances only lost a peer: the peer may be about to end with the first failure.
     awaits_culprit: bool = False
     has_lost_shim: bool = False  # whether the MPI runtime has lost a shim that had not reported
     # for how long, while the job starts, the MPI runtime has had no shim that may still report
@@ -227,13 +227,13 @@ class JobSnapshot:
 
 
 def name_with_place(instances: Sequence[int], parallelism: Parallelism) -> str:
-    """``instances`` in words, with what their places in shared replicas have in common, if any are."""
+    """Return the names of ``instances`` as text, with the position in shared replicas that all of them have."""
     common = parallelism.describe(instances)
     return f"{name_instances(instances)} ({common})" if common else name_instances(instances)
 
 
 def shell_code(code: int) -> int:
-    """The code that a shell shows: 128 + n for signal n, given as -n."""
+    """Return the exit code that a shell shows for ``code``: 128 + n if ``code`` is -n, for signal n."""
     return EXIT_OF_SIGNAL - code if code < 0 else code
 
 
@@ -249,18 +249,18 @@ _TOLD_BY_SHELLS: Final = frozenset(
         signal.SIGXCPU,
     }
 )
-"""Signals that a program which ran another one in a shell is taken to have been told of."""
+"""Signals n for which an exit code of 128 + n means that a shell reports the signal of a program that it ran."""
 
 
 def signal_of(code: int) -> int | None:
-    """The signal that ended a program, also one that a shell passed on as 128 + n; else None."""
+    """Return the signal in an exit code: n for -n, and for a shell's 128 + n; None if there is no signal."""
     if code < 0:
         return -code
     return code - EXIT_OF_SIGNAL if code - EXIT_OF_SIGNAL in _TOLD_BY_SHELLS else None
 
 
 def name_code(code: int) -> str:
-    """An exit code in short: ``exit code 3``, ``SIGSEGV``."""
+    """Return the short name of an exit code, such as ``exit code 3`` or ``SIGSEGV``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -270,7 +270,7 @@ def name_code(code: int) -> str:
 
 
 def describe_code(code: int) -> str:
-    """An exit code with what it stands for: ``exit code 3``, ``SIGSEGV, segmentation fault``."""
+    """Return an exit code with its meaning, such as ``exit code 3`` or ``SIGSEGV, segmentation fault``."""
     signum = signal_of(code)
     if signum is None:
         return name_code(code)

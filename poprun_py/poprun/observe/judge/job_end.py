@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124
 _LEFT: Final = 128 + signal.SIGTERM
-_HUNG: Final = 75  # EX_TEMPFAIL of sysexits.h: another try may go well
+_HUNG: Final = 75  # EX_TEMPFAIL of sysexits.h: another attempt may succeed
 _ORDER_OF_PROBLEMS: Final = {
     OWN_NETWORK_LOST: -1,
     HOST_LOST: -1,
@@ -37,9 +37,9 @@ _ORDER_OF_PROBLEMS: Final = {
     RUNTIME_KILLED: 1,
     SHIM_KILLED: 2,
 }
-"""The place of a problem in the order of failures; that of a program's own failure is 0.
+"""The place of a problem in the order of failures. The place of a program's own failure is 0.
 
-A lost host makes programs fail; an agent, a launcher or a shim is rather lost because a program has failed.
+A lost host causes failures of programs. A lost agent, launcher or shim is rather a result of a program's failure.
 """
 
 _LOST: Final = {
@@ -48,23 +48,23 @@ _LOST: Final = {
     AGENT_KILLED: shell_code(-signal.SIGKILL),
     AGENT_FROZEN: shell_code(-signal.SIGKILL),
 }
-"""Exit codes of poprun; 68 is EX_NOHOST of sysexits.h."""
+"""The exit code of poprun for each problem; 68 is EX_NOHOST of sysexits.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """The end of one attempt of a job."""
+    """The result of one attempt of a job: the last state of all instances, and why the attempt ended."""
 
     statuses: Sequence[InstanceStatus]  # every instance, by index
     num_interrupts: int = 0  # times that Ctrl-C was pressed
     is_terminated: bool = False  # whether poprun was asked to end
     is_output_closed: bool = False  # whether nobody read poprun's output any more, or it could not be written
-    is_output_lost: bool = False  # whether it could not be written although somebody would have read it
+    is_output_lost: bool = False  # whether the output could not be written for another reason than a closed pipe
     is_timed_out: bool = False  # whether the job was stopped because it took too long
-    is_hung: bool = False  # whether it was stopped because no instance made progress
-    started_at_epoch_seconds: float = 0.0  # when it began, in seconds since 1970
-    began_at_seconds: float = 0.0  # the same as monotonic time
-    seconds: float = 0.0  # how long it took
+    is_hung: bool = False  # whether the job was stopped because no instance made progress
+    started_at_epoch_seconds: float = 0.0  # when the attempt began, in seconds since 1970
+    began_at_seconds: float = 0.0  # when the attempt began, as monotonic time
+    seconds: float = 0.0  # duration of the attempt
     launcher_code: int | None = None  # exit code of the launcher, negative for a signal; None while it runs
     has_told_lone: bool = False  # whether the user was told of instances that train alone
     has_started: bool = True  # whether the programs were ever told to start
@@ -72,37 +72,37 @@ class JobEnd:
     stop_reason: str = ""  # why poprun stopped the job; empty when it ended by itself
     survivors: tuple[int, ...] = ()  # process ids that even SIGKILL did not end
     interrupted: tuple[int, ...] = ()  # instances whose tracebacks of KeyboardInterrupt were not shown, ascending
-    evidence: Mapping[int, "InstanceEvidence"] = field(default_factory=dict)  # what instances told, by index
-    is_over: bool = True  # False for one that runs, whose end this is not
-    curves: "JobCurves | None" = None  # what was measured, where somebody asked for it
-    last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # what instances printed last, as above
-    verdict_of_hang: "Verdict | None" = None  # who kept the others waiting, in a job stopped for that
+    evidence: Mapping[int, "InstanceEvidence"] = field(default_factory=dict)  # evidence of instances, by index
+    is_over: bool = True  # False if the attempt still runs, and this is only its present state
+    curves: "JobCurves | None" = None  # measurements over time; None if nobody asked for measurements
+    last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # last printed lines, by index
+    verdict_of_hang: "Verdict | None" = None  # in a job stopped for a hang: the instance that others waited for
     warnings: Sequence[str] = ()  # such as memory that grows without end, or a rank that validates alone
-    slowdowns: Sequence["Slowness"] = ()  # who has kept the others waiting, by time
-    waiting_seconds: Mapping[int, float] = field(default_factory=dict)  # for the slowest, by instance
-    clock_rounds: Mapping[str, Sequence["Exchange"]] = field(default_factory=dict)  # with other hosts, by name
-    findings: "Findings | None" = None  # what there is to say of a job that did not end well
+    slowdowns: Sequence["Slowness"] = ()  # the instances that others waited for, by time
+    waiting_seconds: Mapping[int, float] = field(default_factory=dict)  # waits for the slowest, by instance
+    clock_rounds: Mapping[str, Sequence["Exchange"]] = field(default_factory=dict)  # exchanges of clocks, by host
+    findings: "Findings | None" = None  # findings on a job that did not end well
 
     @property
     def has_joined(self) -> bool:
-        """Whether an instance asked popdist which job it is in, or its JAX did."""
+        """Whether a program has joined the job, by a call of popdist or by JAX's own initialization."""
         pages = [status.progress for status in self.statuses if status.progress is not None]
         return any(page.has_joined or page.uses_jax for page in pages)
 
 
 def num_lone(statuses: Sequence[InstanceStatus]) -> int:
-    """Return how many instances train although nothing connects them to others; 0 in a job of one."""
+    """Return how many instances trained without a connection to other instances; 0 in a job of one instance."""
     pages = [status.progress for status in statuses]
     return sum(page is not None and page.has_trained_alone for page in pages) if len(pages) > 1 else 0
 
 
 def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
-    """The instance that failed first, or None. One that failed by itself comes before one that was let down."""
+    """Return the instance that failed first, by `order_of_failure`; None if no instance failed."""
     return min((status for status in statuses if status.has_failed), key=order_of_failure, default=None)
 
 
 def order_of_failure(status: InstanceStatus) -> tuple[int, float]:
-    """What sorts failures: those by themselves first, then by time."""
+    """Return a sort key for failures: lost hosts, then programs, then lost agents and shims; each by time."""
     return _ORDER_OF_PROBLEMS.get(status.problem, 0), status.exited_at_seconds or 0.0
 
 
@@ -116,20 +116,23 @@ def failure_at_fault(end: JobEnd) -> InstanceStatus | None:
 
 
 def has_left(end: JobEnd) -> bool:
-    """Whether the program ended with 143 by itself, as those do that save and leave when they are asked to."""
+    """Return whether the first failure is a program that ended with exit code 143, not asked by poprun.
+
+    A program ends with this code after it has saved its state because of SIGTERM.
+    """
     failed = first_failure(end.statuses)
     return failed is not None and failed.exit_code == _LEFT and not failed.problem and not failed.was_stopped
 
 
 def failed_while_leaving(end: JobEnd) -> InstanceStatus | None:
-    """The first instance that failed when poprun, asked to end, had asked it to: its saving may have, too."""
+    """Return the first instance that failed after poprun asked it to end, because poprun was asked to end."""
     asked = (status for status in end.statuses if end.is_terminated and status.was_stopped)
     failed = (status for status in asked if (status.exit_code or 0) > 0 and status.exit_code != _LEFT)
     return min(failed, key=order_of_failure, default=None)
 
 
 def exit_code(end: JobEnd) -> int:
-    """The exit code of poprun itself."""
+    """Return the exit code of poprun for this end of the job."""
     failed = failure_at_fault(end)
     if end.is_timed_out:
         return _TIMED_OUT
@@ -154,7 +157,7 @@ def exit_code(end: JobEnd) -> int:
 
 
 def _code_of_leaving(end: JobEnd) -> int:
-    """The exit code of poprun after it was asked to end."""
+    """Return the exit code of poprun after poprun was asked to end."""
     if (failed := failed_while_leaving(end)) is not None:
         return failed.exit_code or 0
     ended_well = end.has_started and all(status.exit_code == 0 for status in end.statuses)
