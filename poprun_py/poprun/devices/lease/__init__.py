@@ -1,6 +1,6 @@
-"""The virtual IPUs and cores of a job: leased before it starts, held while it runs, given back at its end.
+"""The leases of a job's virtual IPUs and cores: acquired before the job starts, released when the job has ended.
 
-`pool_client` is what poprun calls. A lease on the machine of the pool is a locked file (`local_lease`), on another
-host one that a process there holds (`host_leases`), at a server an entry (`poprun.devices.server.server_lease`).
-`claims` is what all of them share.
+poprun calls `pool_client`. On this machine a lease is a locked file (`local_lease`). On another host a process
+holds the locked file (`host_leases`). At a server a lease is an entry (`poprun.devices.server.server_lease`).
+`claims` has the code that all leases share.
 """

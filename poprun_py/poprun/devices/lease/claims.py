@@ -1,8 +1,8 @@
-"""The way from what a job wants of a pool to the leases that it holds, the same for every kind of pool.
+"""Claims of jobs on pools, and the leases that pools grant: the part that all kinds of pools have in common.
 
-A job's claim stands in the queue of a pool until the pool grants it. Then the job has a lease, which stands beside
-its plan (`LeasedPlan`), and everything is given back when the job has ended. The pool of this machine
-(`local_lease`) and that of a server (`server_lease`) differ in how a request is sent; the rest is here.
+A job's claim waits in the queue of a pool until the pool grants the claim. Then the job has a lease, which is kept
+beside the job's plan (`LeasedPlan`) and released when the job has ended. The module `local_lease` sends requests
+to the pool of this machine, and the module `server_lease` sends requests to the pool of a server.
 """
 
 from abc import ABC, abstractmethod
@@ -25,47 +25,47 @@ ATTEMPT_SECONDS: Final = 1.0  # how long to wait between two attempts of a job t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedPlan:
-    """A plan with the leases taken for it."""
+    """A plan with the leases that were acquired for the plan."""
 
-    plan: LaunchPlan  # as it was made
-    given: LeasedDevices  # what leases gave it on this machine, in the place of what the plan names
-    network: JobNetwork | None = None  # of several hosts, with what each has given
+    plan: LaunchPlan  # the plan as it was made, without leases
+    given: LeasedDevices  # the leased devices and cores on this machine, which replace the devices in the plan
+    network: JobNetwork | None = None  # the job's hosts with their leased devices; None if there is one host
     leases: tuple[HeldLease, ...] = ()
-    has_gpus: bool = False  # whether the GPUs that it computes on are among the leases
+    has_gpus: bool = False  # whether the leases include the job's GPUs
     reacquire: Callable[[JobNetwork], JobNetwork] = lambda network: network
-    """Acquires anew the leases of hosts that were lost, before a restart; the network with them."""
+    """Acquires new leases before a restart, on hosts whose lease was lost; returns the network with leases."""
 
     @property
     def shown_plan(self) -> LaunchPlan:
-        """The plan for a print-out, with the devices and cores of the job in place of those it was made for."""
+        """The plan as it is printed: with the leased devices and cores instead of the planned ones."""
         given = self.given
         return replace(self.plan, devices=given.devices, cores=given.cores, bindings=given.bindings)
 
     def with_leases(self, given: LeasedDevices, *leases: HeldLease) -> "LeasedPlan":
-        """The plan with further leases, with which it has been given ``given`` in all."""
+        """Return the plan with further ``leases``; ``given`` are the devices and cores of all leases together."""
         return replace(self, given=given, leases=(*self.leases, *leases))
 
 
 class Claim(ABC):
-    """A job's place in the queue of a pool, for ``partition`` if it is one, and its lease when that is granted."""
+    """A job's claim on a pool: a place in the queue and then a lease, of ``partition`` if it is not None."""
 
     def __init__(self, partition: str | None) -> None:
         self.partition = partition
 
     @abstractmethod
     def _ask_pool(self) -> tuple[str, ...]:
-        """Take a place in the queue, or ask again from there; names of what is granted, none while it waits."""
+        """Enter the queue or send the request again; return the names of granted devices, none while waiting."""
 
     @abstractmethod
     def _wait(self, timeout_seconds: float | None) -> None:
-        """Return when another request may be granted, after ``timeout_seconds`` at most if it is given."""
+        """Wait until another request may be granted, at most ``timeout_seconds`` unless this is None."""
 
     @abstractmethod
     def _refusal(self, *, advises: bool) -> str:
-        """The words that say who has what is wanted, and what can be done about it if ``advises``."""
+        """Return the text that lists who uses the requested devices; if ``advises``, add what the user can do."""
 
     def wait_until_granted(self, vipu: VipuSettings, log: Log) -> tuple[str, ...]:
-        """Ask as often as ``vipu`` says; the names that were granted, or an IpusTakenError if others have them."""
+        """Request devices as often as ``vipu`` allows; return their names. IpusTakenError if none are granted."""
         attempts_left = vipu.partition_attempts - 1 if self.partition else 0
         is_logged = False
         while not (names := self._ask_pool()):
@@ -90,7 +90,7 @@ def request_ipus(
     allocation: str | None = None,
     hosts: tuple[str, ...] = (),
 ) -> IpuRequest:
-    """The request of a job for ``num_ipus`` virtual IPUs or GPUs, equally many on each of ``hosts`` if any."""
+    """Return a job's request for ``num_ipus`` virtual IPUs or GPUs; with ``hosts``, equally many on each host."""
     vipu, wanted = plan.vipu, None
     if partition is not None:
         wanted = PartitionRequest(
@@ -113,7 +113,7 @@ def request_ipus(
 def choose_partition(
     plan: LaunchPlan, state: PoolState, num_ipus: int, is_own: Callable[[str], bool], log: Log
 ) -> str | None:
-    """The partition that ``plan`` names, else the only one there is if it is its user's own, free, and fits."""
+    """Return the plan's partition, or else the pool's only partition if it is the user's own, free and fitting."""
     if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
         return plan.vipu.partition
     (only,) = state.partitions
@@ -125,7 +125,7 @@ def choose_partition(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """What a pool has granted a job: the virtual IPUs of ``cluster`` that are called ``names``."""
+    """The virtual IPUs that a pool has granted a job: the IPUs of ``cluster`` that are called ``names``."""
 
     plan: LaunchPlan
     cluster: Cluster
@@ -133,20 +133,20 @@ class Granted:
     partition: str | None = None
 
     def lease(self, pool: str) -> HeldLease:
-        """The lease on them, as people read it."""
+        """Return the lease on the granted IPUs, with names for users such as ``GPU 0``."""
         shown = {ipu.name: str(ipu) for ipu in self.cluster.ipus}
         names = tuple(shown.get(name, name) for name in self.names)
         return HeldLease(host=fold_hosts(self.plan.hosts), names=names, pool=pool, partition=self.partition)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices for GPUs, the first ones where a partition has more than are used."""
+        """The devices of the granted GPUs; if a partition has more GPUs than the job uses, only the first GPUs."""
         by_name = {ipu.name: ipu for ipu in self.cluster.ipus}
         return tuple(by_name[name].device for name in self.names[: self.plan.num_gpus_per_host])
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """The cores that virtual IPUs of a CPU stand for: each for an equal share of those of the plan."""
+        """The cores of the granted virtual IPUs of a CPU; each IPU is an equal share of the plan's cores."""
         number = {ipu.name: ipu.index for ipu in self.cluster.ipus}
         num_ipus, num_cores = len(self.cluster.ipus), len(self.plan.cores)
         cores: set[int] = set()
@@ -157,7 +157,7 @@ class Granted:
         return tuple(sorted(cores))
 
     def check_domains(self, num_hosts: int) -> None:
-        """Check that they, of so many hosts, lie in no more IPU-Link domains than those have instances."""
+        """Raise PartitionError if the IPUs are in more IPU-Link domains than the hosts have instances."""
         num_domains = len({ipu.domain for ipu in self.cluster.ipus if ipu.name in self.names})
         if num_domains > self.plan.num_instances_per_host * num_hosts:
             least = num_domains * len(self.plan.hosts) // num_hosts

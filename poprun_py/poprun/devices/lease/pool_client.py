@@ -1,4 +1,4 @@
-"""What poprun needs of pools: before it plans, in a dry run, and when a job starts."""
+"""The functions that poprun calls to use pools: before planning, in a dry run, and when a job starts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ from poprun.text.ranges import counted, fold_hosts
 def facts_under_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> tuple[MachineFacts, Cluster | None]:
-    """The facts, in which the GPUs that others hold are marked, and the pod to plan for, if there is one."""
+    """Return ``facts`` with the GPUs that other jobs have leased marked, and the pod to plan for, or None."""
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
@@ -44,7 +44,7 @@ def facts_under_pool(
 
 @contextmanager
 def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[LeasedPlan]:
-    """Hold what a job needs on all of its hosts for the length of a block; the plan with the leases."""
+    """Hold a job's leases on all of its hosts for the length of a block; yield the plan with the leases."""
     is_fixed = facts is None
     with ExitStack() as stack:
         job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
@@ -61,7 +61,7 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
 
 
 def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -> str:
-    """A line on what a job would lease now, or why it would not start; it asks no server and changes no pool."""
+    """Return a line that names the devices that a job would lease now, or says why it could not start now."""
     if not is_here:
         counts = [counted(plan.num_ipus_per_host, "virtual IPU")] if plan.leases_ipus else []
         counts += [counted(plan.num_gpus_per_host, "GPU")] if plan.devices else []
@@ -77,7 +77,7 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
 
 
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:
-    """What a claim would be given now, in words; an IpusTakenError if it would have to wait."""
+    """Return the names of the devices that a claim would get now; IpusTakenError if it would have to wait."""
     request = claim.request()
     names, _ = request.choose_from(state)
     if not names:

@@ -1,8 +1,8 @@
-"""What stands in an open pool folder: the leases of jobs that live, and partitions, each in a file of its user's.
+"""The contents of an open pool folder: the leases of running jobs and the partitions, each in its user's file.
 
-Users write their own files only. So nobody can change or end another user's lease: what stands in the pool is what
-each user says of his own jobs, and who claims too much keeps others waiting. Whose a file is, its owner says and
-not what stands in it. A file is JSON, read strictly, because anybody may have written it.
+Users write only their own files, so nobody can change or end another user's lease. A user who claims too much can
+only make other users wait. The file's owner, and not the file's contents, decides whose lease it is. A file is
+JSON, which is read strictly, because any user may have written the file.
 """
 
 import json
@@ -19,7 +19,7 @@ from poprun.launch.process.process_tree import user_name
 from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import parse_json
 
-LOCK: Final = "lock"  # the kind of the file that the job with a lease keeps locked: it has the lease's key
+LOCK: Final = "lock"  # the kind of the file that a job with a lease keeps locked; its key is the lease's key
 _VERSION: Final = 1
 _KINDS: Final = {Lease: "lease", Partition: "partition"}
 
@@ -28,7 +28,7 @@ Row = TypeVar("Row", Lease, Partition)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Generic[Row]):
-    """A lease or a partition with its owner, and the key of its file; a temporary partition has its lease's."""
+    """A lease or a partition with the owner and the key of its file. A temporary partition has its lease's key."""
 
     key: str
     uid: int
@@ -37,14 +37,14 @@ class Stored(Generic[Row]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All that stands in the pool at one moment."""
+    """All leases and partitions in the pool at one moment, with their files."""
 
-    leases: tuple[Stored[Lease], ...]  # those whose jobs live; those who asked first come first
-    partitions: tuple[Stored[Partition], ...]  # of those of one name this user's come first
+    leases: tuple[Stored[Lease], ...]  # leases of running jobs, the earliest request first
+    partitions: tuple[Stored[Partition], ...]  # sorted by name; of equal names, this user's partition is first
 
     @property
     def state(self) -> PoolState:
-        """The leases and partitions, without their files."""
+        """The leases and partitions as values, without their files."""
         leases = tuple(stored.row for stored in self.leases)
         holder_of = {lease.queue: lease.id for lease in leases if lease.ipus}
         return PoolState(
@@ -56,22 +56,22 @@ class Contents:
 
     @property
     def next_number(self) -> int:
-        """The number of a lease that is asked for now."""
+        """The number of the next lease: one more than the largest number in the pool."""
         return min(MAX_NUMBER, 1 + max((stored.row.id for stored in self.leases), default=0))
 
     def partition(self, name: str) -> Stored[Partition] | None:
-        """The partition of that name, or None."""
+        """Return the partition ``name``; None if there is no such partition."""
         return next((stored for stored in self.partitions if stored.row.name == name), None)
 
 
 def read_contents(folder: PoolFolder) -> Contents:
-    """All that stands in the pool now; a file that cannot be read is a PoolError."""
+    """Read all leases and partitions from the folder. Raises PoolError if a file cannot be read."""
     leases: list[Stored[Lease]] = []
     partitions: list[Stored[Partition]] = []
     for kind, key in folder.keys(*_KINDS.values()):
         file = folder.read(kind, key)
         if file is None or not file.data.strip(b"\0"):
-            continue  # removed meanwhile, or lost when the machine crashed
+            continue  # the file was removed meanwhile, or its data were lost when the machine crashed
         try:
             if kind == _KINDS[Partition]:
                 row = read_row(Partition, file.data, file.uid)
@@ -92,7 +92,7 @@ def read_contents(folder: PoolFolder) -> Contents:
 
 
 def read_row(kind: type[Row], data: bytes, uid: int) -> Row:
-    """The lease or partition in a file of the user ``uid``; a ValueError or a PlanError if there is none."""
+    """Return the lease or partition in a file of the user ``uid``; ValueError or PlanError if it is damaged."""
     row = read_record(kind, parse_json(data.decode()), "row", noun="a row", version=_VERSION)
     if isinstance(row, Partition):
         return replace(row, user=row.user if "@" in row.user else user_name(uid), lease=None)
@@ -102,12 +102,12 @@ def read_row(kind: type[Row], data: bytes, uid: int) -> Row:
 
 
 def row_data(row: Lease | Partition) -> bytes:
-    """The text of the file of a lease or partition; inverse of :func:`read_row`."""
+    """Return the contents of the file of a lease or partition, which :func:`read_row` can read."""
     return json.dumps(write_record(row, version=_VERSION)).encode()
 
 
 def write(folder: PoolFolder, stored: Stored[Lease] | Stored[Partition]) -> None:
-    """Write a lease or a partition; a PlanError if others could not read it, as because a name is too long."""
+    """Write a lease or a partition to its file; PlanError if a value is not allowed, such as a long name."""
     row: Any = stored.row
     is_partition = isinstance(row, Partition)
     data = row_data(replace(row, lease=None) if is_partition else row)
@@ -120,18 +120,18 @@ def write(folder: PoolFolder, stored: Stored[Lease] | Stored[Partition]) -> None
 
 
 def end_lease(folder: PoolFolder, key: str) -> None:
-    """Give back what a lease of this user's holds, and a temporary partition with it."""
+    """Remove the files of a lease of this user, and the file of the lease's temporary partition."""
     for kind in (*_KINDS.values(), LOCK):
         folder.remove(kind, key)
 
 
 def remove_partition(folder: PoolFolder, stored: Stored[Partition]) -> None:
-    """Remove a partition of this user's."""
+    """Remove the file of the partition ``stored``."""
     folder.remove(_KINDS[Partition], stored.key)
 
 
 def clear(folder: PoolFolder, contents: Contents) -> None:
-    """Remove what ended jobs of this user have left; nobody else writes meanwhile."""
+    """Remove the files that this user's ended jobs have left. The caller has locked the folder."""
     leases = [stored.key for stored in contents.leases]
     partitions = [stored.key for stored in contents.partitions]
     folder.remove_own({_KINDS[Lease]: leases, LOCK: leases, _KINDS[Partition]: partitions})

@@ -1,8 +1,8 @@
-"""The processes behind leases, and whether they still live.
+"""The processes that hold leases, and the check whether these processes still live.
 
-Each lease has a file that poprun and its agents keep locked with flock(2): the kernel takes the lock away when the
-last of them has gone. That holds between users and containers, where ids say nothing. If the file is gone, the
-process's id, start time and pid namespace decide. The lease of a client of a server ends by that server only.
+Each lease has a file that poprun and its agents keep locked with flock(2). The kernel removes the lock when the
+last of these processes has ended. The lock also works between users and containers, where process ids do not help.
+If the file is gone, the process id, start time and pid namespace decide. Only a server ends a lease of its client.
 """
 
 import os
@@ -16,7 +16,7 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def this_process(words: str) -> Holder:
-    """This process as the holder of a lease, with what it runs in ``words``."""
+    """Return this process as the holder of a lease; ``words`` is its command line."""
     key = key_of(os.getpid())
     return Holder(
         pid=os.getpid(),
@@ -30,7 +30,7 @@ def this_process(words: str) -> Holder:
 
 @cache
 def boot_id() -> str:
-    """The id of this run of the kernel (random(4)); empty where it has none."""
+    """Return the boot id of the kernel (random(4)); an empty text if the kernel has no boot id."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -40,7 +40,7 @@ def boot_id() -> str:
 
 @cache
 def pid_namespace() -> str:
-    """The name of the pid namespace of this process, such as ``pid:[4026531836]``."""
+    """Return the name of this process's pid namespace, such as ``pid:[4026531836]``; an empty text if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -48,7 +48,7 @@ def pid_namespace() -> str:
 
 
 def is_alive(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
-    """Whether the job of ``holder`` lives; ``is_locked`` tells of the lease's file, None where there is none."""
+    """Return whether the job of ``holder`` runs; ``is_locked`` returns None if the lease's file is gone."""
     if holder.client_key is not None:
         return True
     if holder.boot_id != boot_id():
@@ -58,12 +58,12 @@ def is_alive(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
 
 
 def is_here(holder: Holder) -> bool:
-    """Whether the process of a lease lives in this boot and in this pid namespace, where its id can be found."""
+    """Return whether a holder has this machine's boot id and this process's pid namespace."""
     return holder.boot_id == boot_id() and holder.pid_namespace == pid_namespace()
 
 
 def _is_process_alive(holder: Holder) -> bool:
-    """Whether the process lives, by its ids; one of another pid namespace cannot be seen, and is taken to live."""
+    """Return whether the holder's process lives; True for another pid namespace, because it cannot be seen."""
     if not is_here(holder):
         return True
     try:

@@ -1,7 +1,7 @@
-"""What stands in a pool: partitions, and leases with who holds them. Pure values.
+"""The contents of a pool as values: partitions, and leases with their holders. Pure.
 
-Anybody may have written what stands in a pool, so the types of the fields say how long a text and how large a
-number may be, and that a name is one that can be printed; `poprun.text.fields` reads them.
+Any user may have written a pool's file. Therefore the types of the fields limit the length of a text and the size
+of a number, and require printable names; `poprun.text.fields` checks these limits.
 """
 
 import time
@@ -27,18 +27,18 @@ Ticks = Annotated[int, between(0, MAX_NUMBER)]
 LeaseNumber = Annotated[int, between(1, MAX_NUMBER)]
 EpochSeconds = Annotated[float, between(0, _LATEST_SECONDS)]
 Words = Annotated[str, lambda words: visible(words[:MAX_TEXT])]
-"""What a process runs, for others to read: what is too long or cannot be printed is changed."""
+"""The command line of a process for listings: shortened, and without characters that cannot be printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """Virtual IPUs, or cores, of one host that a job has to itself."""
+    """A job's lease on virtual IPUs or cores of one host, as poprun keeps and prints it."""
 
-    host: str  # what the plan calls it
-    names: tuple[str, ...]  # as people read them: GPU 0, cpu/3, core/3
-    pool: str  # its folder on that host, or the address of its server
+    host: str  # the host's name in the plan
+    names: tuple[str, ...]  # names for users: GPU 0, cpu/3, core/3
+    pool: str  # the pool's folder on the host, or the address of the pool's server
     partition: str | None = None
-    descriptor: int | None = None  # the locked file that is the lease; None where another process holds it
+    descriptor: int | None = None  # the locked file of the lease; None if another process holds it
 
     def __str__(self) -> str:
         where = f"on {self.host}, from the pool {self.pool}"
@@ -46,7 +46,7 @@ class HeldLease:
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """Names such as ``GPU 0`` and ``cpu/0`` with neighbours folded, ``GPU 0-3``; others one by one."""
+    """Return names as text, with neighbours such as ``GPU 0`` and ``GPU 1`` folded into ``GPU 0-1``."""
     stems = {name.rstrip("0123456789") for name in names}
     numbers = [name[len(stem) :] for name in names for stem in stems]
     if len(stems) != 1 or not min(stems).endswith((" ", "/")) or not all(numbers):
@@ -56,23 +56,23 @@ def fold_names(names: Sequence[str]) -> str:
 
 _LONGEST_WORDS: Final = 60
 
-REMOTE: Final = "remote"  # in the place of a boot's id: the process runs on any host, and a server keeps its lease
+REMOTE: Final = "remote"  # instead of a boot id: the process may run on any host, and a server keeps its lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that holds a lease, with what distinguishes it from every other process."""
+    """A process that holds a lease, with the ids that distinguish this process from every other process."""
 
-    pid: Pid  # in its own pid namespace
-    start_ticks: Ticks  # when it started, in clock ticks since boot
-    boot_id: OptionalName  # the run of the kernel in which it lives
-    pid_namespace: OptionalName  # of a client of a server the key of its lease
+    pid: Pid  # process id in the process's own pid namespace
+    start_ticks: Ticks  # start time of the process, in clock ticks since boot
+    boot_id: OptionalName  # boot id of the kernel that runs the process, or `REMOTE`
+    pid_namespace: OptionalName  # for a client of a server: the key of the client's lease
     user: ClientName
     words: Words
 
     @property
     def client_key(self) -> str | None:
-        """The key by which a client of a server names its lease; None for a process of this machine."""
+        """The key of the lease if the holder is a client of a server; None if it is a process of this machine."""
         return self.pid_namespace if self.boot_id == REMOTE else None
 
     def __str__(self) -> str:
@@ -80,20 +80,20 @@ class Holder:
 
 
 def short_words(words: str) -> str:
-    """The beginning of the words that a process runs."""
+    """Return the beginning of a command line, with ``…`` if the rest is cut off."""
     return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right of one job to its virtual IPUs, or its place in the queue for them."""
+    """A job's lease on virtual IPUs, or the job's place in the queue for virtual IPUs."""
 
-    id: LeaseNumber  # those who asked earlier have a smaller one
+    id: LeaseNumber  # an earlier request has a smaller number
     holder: Holder
-    since_epoch_seconds: EpochSeconds  # when it was asked for
-    num_ipus: Annotated[int, between(1, _MAX_IPUS)]  # how many are asked for
-    queue: OptionalName  # the partition that is asked for; empty for IPUs that are in none
-    ipus: Names = ()  # those that it holds, in slot order; none while it waits
+    since_epoch_seconds: EpochSeconds  # time of the request
+    num_ipus: Annotated[int, between(1, _MAX_IPUS)]  # number of IPUs that the job requested
+    queue: OptionalName  # the requested partition; empty for IPUs outside of partitions
+    ipus: Names = ()  # names of the leased IPUs, in slot order; empty while the job waits
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_epoch_seconds))
@@ -101,33 +101,33 @@ class Lease:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the lease holds nothing yet."""
+        """Whether the job still waits and has no IPUs."""
         return not self.ipus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A named set of virtual IPUs."""
+    """A named set of virtual IPUs, set aside together."""
 
-    name: Name  # the pool has one of this name
-    ipus: Names  # in slot order; their number is a power of two
-    cluster: OptionalName  # the cluster that they belong to
-    allocation: OptionalName  # the part of the cluster that they were taken from; empty for all of it
-    num_domains: Annotated[int, between(0, _MAX_IPUS)]  # IPU-Link domains that they lie in
-    user: ClientName  # who made it
+    name: Name  # unique in the pool
+    ipus: Names  # names of the IPUs, in slot order; their number is a power of two
+    cluster: OptionalName  # the cluster of the IPUs
+    allocation: OptionalName  # the part of the cluster from which the IPUs were chosen; empty: the whole cluster
+    num_domains: Annotated[int, between(0, _MAX_IPUS)]  # number of IPU-Link domains that contain the IPUs
+    user: ClientName  # the user who made the partition
     created_at_epoch_seconds: EpochSeconds
-    lease: LeaseNumber | None = None  # the lease that holds it, or None
-    is_temporary: bool = False  # whether it ends with the lease for which it was made
+    lease: LeaseNumber | None = None  # the lease that uses the partition; None if the partition is free
+    is_temporary: bool = False  # whether the partition ends with the lease for which it was made
 
     @property
     def size(self) -> int:
-        """How many IPUs it has."""
+        """Number of IPUs in the partition."""
         return len(self.ipus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """All that stands in a pool at one moment."""
+    """All partitions and leases in a pool at one moment."""
 
     partitions: tuple[Partition, ...] = ()
     leases: tuple[Lease, ...] = ()
@@ -139,13 +139,13 @@ class PoolState:
         return frozenset(in_partitions).union(*(lease.ipus for lease in self.leases))
 
     def partition(self, name: str) -> Partition | None:
-        """The partition of that name, or None."""
+        """Return the partition ``name``; None if there is no such partition."""
         return next((partition for partition in self.partitions if partition.name == name), None)
 
     def lease(self, number: int | None) -> Lease | None:
-        """The lease of that number, or None."""
+        """Return the lease with the number ``number``; None if there is no such lease."""
         return next((lease for lease in self.leases if lease.id == number), None)
 
     def waiting(self, queue: str) -> tuple[Lease, ...]:
-        """The leases that wait for that partition, or for IPUs that are in none; the earliest first."""
+        """Return the leases that wait in ``queue``, the earliest first."""
         return tuple(lease for lease in self.leases if lease.is_waiting and lease.queue == queue)

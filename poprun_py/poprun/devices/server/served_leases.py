@@ -1,7 +1,7 @@
-"""The leases that a server keeps for its clients: they stand in the pool, and last while they are renewed.
+"""The leases of a server's clients. The server keeps each lease in its pool as long as the client renews it.
 
-A pool knows whether a process of its own machine lives; of clients only the server does. So it ends their leases,
-and nobody else: while no server runs they stay, and one that starts gives each the whole time again.
+A pool can find out whether a process of its own machine lives. Only the server can find out whether a client
+lives, so only the server ends leases of clients. Without a server these leases stay. A new one renews them once.
 """
 
 import threading
@@ -16,7 +16,7 @@ from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
 
 
 class Renewals:
-    """The times at which leases end unless they are renewed."""
+    """The times at which leases end unless their clients renew them."""
 
     def __init__(
         self, lease_seconds: float, poll_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -31,32 +31,32 @@ class Renewals:
         return key in self._ends
 
     def renew(self, key: str) -> None:
-        """Let a lease, which may be a new one, last for its whole time from now on."""
+        """Set the end of a new or existing lease to its whole duration from now."""
         self._ends[key] = self._clock() + self._lease_seconds
 
     def remove(self, key: str) -> None:
-        """Remove a lease that has ended."""
+        """Remove the lease ``key``, which has ended."""
         self._ends.pop(key, None)
 
     def keep_only(self, keys: Collection[str]) -> None:
-        """Drop the leases that are not among ``keys``: somebody else has ended them."""
+        """Drop the leases that are not in ``keys``, because another process has ended these leases."""
         self._ends = {key: end for key, end in self._ends.items() if key in keys}
 
     def expired(self) -> list[str]:
-        """The leases that were not renewed in time; after a gap each gets its length back first."""
+        """Return the leases that were not renewed in time; a pause of this process extends every lease first."""
         now = self._clock()
         gap = now - self._polled_at - self._poll_seconds
         self._polled_at = now
-        if gap > self._poll_seconds:  # this process was stopped, and clients could renew nothing meanwhile
+        if gap > self._poll_seconds:  # this process was stopped, so that clients could not renew their leases
             self._ends = {key: end + gap for key, end in self._ends.items()}
         return [key for key, end in self._ends.items() if end <= now]
 
 
 POLL_SECONDS: Final = 1.0  # how often to look for leases that are not renewed any more
-MAX_CLIENTS: Final = 1000  # leases of clients at one time, those that wait among them
+MAX_CLIENTS: Final = 1000  # leases of clients at one time, including waiting clients
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
-_LEAST_TRIES: Final = 4  # a client that waits asks at least so often in the time that its lease lasts
+_LEAST_TRIES: Final = 4  # a waiting client sends at least so many requests within the duration of its lease
 
 
 class ClientLeases:
@@ -70,7 +70,7 @@ class ClientLeases:
         self._lock = threading.Lock()
 
     def adopt(self) -> int:
-        """Take over the leases of clients of an earlier server, each for its whole time; how many there are."""
+        """Renew all leases of an earlier server's clients; return how many leases there are."""
         with self._lock:
             keys = _by_key(self._pool.state())
             for key in keys:
@@ -78,7 +78,7 @@ class ClientLeases:
         return len(keys)
 
     def request(self, request: LeaseRequest) -> LeaseAnswer:
-        """Put a client into the queue, and give it what it wants when its turn has come."""
+        """Put a client into the queue, or grant the request if the client is first; return the answer."""
         with self._lock:
             state = self._pool.state()
             leases = _by_key(state)
@@ -91,7 +91,7 @@ class ClientLeases:
         return answer
 
     def renew(self, key: str) -> None:
-        """Let a lease last for its whole time from now on; a LeaseEndedError if there is none of that key."""
+        """Renew the lease ``key`` for its whole duration. Raises LeaseEndedError if there is no such lease."""
         with self._lock:
             if key not in self._renewals:
                 raise LeaseEndedError(
@@ -101,12 +101,12 @@ class ClientLeases:
             self._renewals.renew(key)
 
     def end(self, key: str) -> None:
-        """Give back what a lease holds, if there is one of that key."""
+        """End the lease ``key`` and release its IPUs, if there is such a lease."""
         with self._lock:
             self._end(key, "given back")
 
     def end_expired(self) -> None:
-        """End the leases that were not renewed in time, and drop those that somebody else has ended."""
+        """End the leases that were not renewed in time, and forget leases that another process has ended."""
         with self._lock:
             self._renewals.keep_only(_by_key(self._pool.state()).keys())
             for key in self._renewals.expired():
@@ -115,7 +115,7 @@ class ClientLeases:
     def _enqueue_or_retry(
         self, request: LeaseRequest, lease: Lease | None, state: PoolState, num_clients: int
     ) -> LeaseAnswer:
-        """Put the client into the queue, or retry its lease that waits where that may be granted."""
+        """Put a new client into the queue, or retry the waiting lease of a known client; return the answer."""
         cluster = self._pool.cluster()
         request.wanted.check(cluster)
         wanted = request.wanted.of(cluster)

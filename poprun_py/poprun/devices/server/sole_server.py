@@ -1,4 +1,4 @@
-"""The one server of a pool: whether there is one, and how a process becomes it."""
+"""The lock that allows only one server for each pool."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ _MAX_DIGITS: Final = 10
 
 @contextmanager
 def sole_server(pool: str) -> Iterator[None]:
-    """Be the one server of the pool at ``pool``, or raise a PoolError: two would end each other's leases."""
+    """Be the only server of ``pool`` for the length of a block; PoolError if the pool has a server already."""
     key = secrets.token_hex(16)
     with opened_folder(pool, makes=True) as folder:
         with folder.alone(BUSY_SECONDS):
@@ -37,7 +37,7 @@ def sole_server(pool: str) -> Iterator[None]:
 
 
 def is_served(pool: str) -> bool:
-    """Whether a server hands out the pool at ``pool``."""
+    """Return whether a server serves the pool in the folder ``pool`` now."""
     try:
         with opened_folder(pool, makes=False) as folder:
             return any(folder.is_locked(kind, key) for kind, key in folder.keys(_SERVER))
