@@ -1,4 +1,4 @@
-"""Pictures of a mapping in SVG: the cube of devices, and the phases over the layers."""
+"""SVG pictures of a mapping: the cube of devices, and the bar that shows phases of layers."""
 
 from itertools import accumulate, pairwise, product
 from typing import Final
@@ -15,21 +15,21 @@ from popsize.tables import heading, seconds
 
 _MARGIN: Final = 24
 _TITLE, _WORDS, _LABEL = 16, 12, 11  # sizes of fonts
-_LINE: Final = 20  # from one line of words to the next
-_PADDING: Final = 8  # around the words of a device
-_BEHIND: Final = (16, 14)  # how far to the right and upwards a replica stands behind the one before it
+_LINE: Final = 20  # height of a line of words
+_PADDING: Final = 8  # space around the words of a device
+_BEHIND: Final = (16, 14)  # offset of a replica from the replica in front of it, to the right and upwards
 _BAR: Final = 28  # height of the bar of phases
 _LEAST: Final = 592
 _NARROWEST: Final = 20
-"""A phase that is narrower bears no number."""
+"""The width, in pixels, that a phase must exceed to have a number in the picture."""
 _SHOWN: Final = {"stages": 8, "shards": 8, "replicas": 4}
-"""How many of each are drawn."""
+"""The largest number of stages, shards and replicas that are drawn."""
 
 
 def cube_svg(one: Candidate, style: str) -> str:
     """Draw the cube of a mapping in the colours of the style sheet ``style``.
 
-    Stages stand to the right, shards of a layer downwards, and replicas behind each other.
+    Stages are drawn from left to right, shards of a layer downwards, and replicas behind each other.
     """
     mapping, workload = one.mapping, one.workload
     sizes = {"stages": mapping.pipeline, "shards": mapping.tensor, "replicas": mapping.replicas}
@@ -56,7 +56,10 @@ def cube_svg(one: Candidate, style: str) -> str:
 
 
 def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], tuple[int, int]]:
-    """Draw each device below ``top``, and say how large all are; the first replica is in front, with words."""
+    """Draw the devices below ``top``; return the elements, and the width and height of all devices together.
+
+    The first replica is in front, and only its devices have words.
+    """
     words = [_stage_words(one.workload.model, one.mapping, stage) for stage in range(drawn["stages"])]
     width = max(text_width(line, _LABEL) for lines in words for line in lines) + 2 * _PADDING
     height = max(map(len, words)) * (_LABEL + 3) + 2 * _PADDING
@@ -81,7 +84,7 @@ def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], t
 
 
 def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
-    """What the devices of a stage have: layers, what stands before or behind them, and the share of each."""
+    """Return the words in the devices of a stage: layers, further layers such as logits, and the tensor share."""
     stages = stages_of(model, mapping.pipeline)
     blocks = [sum(n for layer, n in one.layers if layer is model.block) for one in stages]
     first, last = [0, *accumulate(blocks)][stage], list(accumulate(blocks))[stage]
@@ -92,7 +95,7 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
 
 
 def _phase_words(one: Candidate) -> list[str]:
-    """What is said of the phases of a stage, where it has any."""
+    """Return the lines that describe the phases of a stage; none if stages have no phases."""
     mapping = one.mapping
     if mapping.phases == 1:
         return []
@@ -104,7 +107,7 @@ def _phase_words(one: Candidate) -> list[str]:
 
 
 def _bar(one: Candidate, top: int, width: int) -> list[str]:
-    """Draw the layers of a stage as a bar, cut into phases."""
+    """Draw the layers of a stage as a bar that is cut into phases, and return the elements."""
     mapping, workload = one.mapping, one.workload
     layers, number = [1] * mapping.phases, -(-workload.model.num_layers // mapping.pipeline)
     if mapping.has_layer_phases:

@@ -1,4 +1,4 @@
-"""Which layers a device has: the stages of a pipeline."""
+"""The stages of a pipeline, and the layers of each stage."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,14 +8,14 @@ from popsize.model import Layer, Model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The layers of a stage: each with how often the stage has it."""
+    """A stage of a pipeline: different layers, each with the number of times that the stage has this layer."""
 
     index: int  # place in the pipeline, from 0
-    layers: tuple[tuple[Layer, int], ...]  # layers and how many of each
-    tied_parameters: float = 0.0  # parameters that two of its layers share
+    layers: tuple[tuple[Layer, int], ...]  # different layers, and the number of each
+    tied_parameters: float = 0.0  # parameters that two layers of the stage share
 
     def parameters_on_device(self, tensor: int) -> float:
-        """Parameters of each device of a tensor group of ``tensor``."""
+        """Return the number of the stage's parameters on each device of a tensor group of ``tensor`` devices."""
         return (
             sum(n * layer.parameters.on_device(tensor) for layer, n in self.layers) - self.tied_parameters / tensor
         )
@@ -23,9 +23,9 @@ class Stage:
 
 @lru_cache(maxsize=512)
 def stages_of(model: Model, pipeline: int) -> tuple[Stage, ...]:
-    """The stages of ``model``, each with as many layers as the others; those in the middle have what is left over.
+    """Cut ``model`` into ``pipeline`` stages of equally many layers; middle stages get the remaining layers.
 
-    What stands before and behind the repeated layers (embedding, logits) belongs to the first and the last stage.
+    Layers before the repeated layers (embedding) belong to the first stage, and later layers (logits) to the last.
     """
     block = model.block
     place = model.layers.index(block)
@@ -44,7 +44,7 @@ def stages_of(model: Model, pipeline: int) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=512)
 def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
-    """Of stages that are alike, one: the first, the one with most layers of those between, and the last stage."""
+    """Return the first stage, the middle stage with most layers, and the last stage; no stage twice."""
     stages = stages_of(model, pipeline)
     between = stages[1:-1]
     fullest = max(between, key=lambda stage: sum(count for _, count in stage.layers), default=None)
@@ -53,12 +53,12 @@ def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=512)
 def most_parameters(model: Model, pipeline: int, tensor: int) -> float:
-    """Parameters of each device of the stage that has most."""
+    """Return the number of parameters on a device of the stage that has most parameters."""
     return max(stage.parameters_on_device(tensor) for stage in shown_stages(model, pipeline))
 
 
 def most_phases(model: Model, pipeline: int, *, are_layers: bool) -> int:
-    """The largest number of phases: as many as the stage that has most has layers, or parts of layers."""
+    """Return the largest possible number of phases: the layers, or parts of layers, of the largest stage."""
     return max(
         sum(n * (1 if are_layers else len(layer.parts)) for layer, n in stage.layers)
         for stage in shown_stages(model, pipeline)
