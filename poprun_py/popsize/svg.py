@@ -1,7 +1,7 @@
-"""Elements of SVG as text, and how wide a text may be; elements of HTML are written alike.
+"""Functions that return SVG elements as text, and estimate the width of text. HTML elements have the same form.
 
-Places and sizes are pairs of pixels, to the right and downwards. A style sheet may give the colours, as it knows
-dark from light.
+Places and sizes are pairs of pixels, to the right and downwards. A style sheet can set the colours, because it can
+distinguish dark from light mode.
 """
 
 import math
@@ -10,22 +10,22 @@ from html import escape
 from typing import Final
 
 NUM_HUES: Final = 8
-"""How many colours a style sheet of pictures has: the classes ``h0`` to ``h7``."""
+"""The number of colours in a style sheet of pictures: the classes ``h0`` to ``h7``."""
 
-_CHARACTER: Final = 0.6  # width of a character over the size of its font, generously
+_CHARACTER: Final = 0.6  # width of a wide character, divided by the size of its font
 _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What no XML document may hold (XML 1.0, section 2.2): words of a command line may."""
+"""Characters that XML forbids (XML 1.0, section 2.2), but a command line may contain."""
 
 
 def document(title: str, size: tuple[int, int], *children: str, **attributes: object) -> str:
-    """Return an SVG document of ``size``; children are markup."""
+    """Return an SVG document with ``title``, ``size`` in pixels, and ``children``, which are markup."""
     place = {"viewBox": f"0 0 {size[0]} {size[1]}", "width": size[0], "height": size[1]}
     about = element("title", escaped(title))
     return element("svg", about, *children, xmlns="http://www.w3.org/2000/svg", **place, **attributes) + "\n"
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """Return ``<name attributes>children</name>``: children are markup, and attributes of None are left out."""
+    """Return ``<name attributes>children</name>``; ``children`` are markup, and attributes of None are omitted."""
     words = [
         f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
         for key, value in attributes.items()
@@ -35,7 +35,7 @@ def element(name: str, *children: str, **attributes: object) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return ``text`` so that it stands in a document as it is; what no document may hold becomes U+FFFD."""
+    """Return ``text`` escaped for an XML document; characters that XML forbids become U+FFFD."""
     return escape(_FORBIDDEN.sub("\ufffd", text)).replace("\n", "&#10;")
 
 
@@ -45,28 +45,28 @@ def rect(
     class_: str | None = None,
     **attributes: object,
 ) -> str:
-    """Return a rectangle of ``size`` whose upper left corner is at ``place``, else at the origin."""
+    """Return a rectangle of ``size`` with its upper left corner at ``place``, by default at the origin."""
     width, height = size
     return element("rect", class_=class_, x=place[0], y=place[1], width=width, height=height, **attributes)
 
 
 def text(words: str, place: tuple[int, int], size: int, class_: str | None = None, **attributes: object) -> str:
-    """Return ``words`` at ``place``, the left or the middle of their base line as a style says."""
+    """Return a text element at ``place``: the left end or, by the style, the middle of the text's base line."""
     return element("text", escaped(words), class_=class_, x=place[0], y=place[1], font_size=size, **attributes)
 
 
 def middle(top: int, height: int, size: int) -> int:
-    """Return the base line of a text of ``size`` in the middle of the ``height`` pixels below ``top``."""
+    """Return the y position of the base line of a text of ``size`` that is centred in ``height`` below ``top``."""
     return top + (height + size * 7 // 10) // 2
 
 
 def text_width(text: str, size: int) -> int:
-    """Return the pixels that ``text`` may take."""
+    """Return the largest width that ``text`` may have in pixels, at font size ``size``."""
     return math.ceil(len(text) * size * _CHARACTER)
 
 
 def cut(text: str, width: int, size: int) -> str:
-    """Return ``text``, shortened in its middle if it might be wider than ``width``."""
+    """Return ``text``, or if it may be wider than ``width`` pixels, ``text`` with its middle replaced by ``…``."""
     most = max(3, int(width / (size * _CHARACTER)))
     if len(text) <= most:
         return text

@@ -175,7 +175,7 @@ class InstanceStatus:
     progress: Progress | None = None  # what the program said of itself when it was looked at last, or None
     counters: PhaseCounters | None = None  # where its time has gone, or None where no sampler runs
     machine: MachineTotals | None = None
-    first_machine: MachineTotals | None = None  # the same at the first look
+    first_machine: MachineTotals | None = None  # the totals of the first measurement
     machine_evidence: "Evidence | None" = None  # what may explain its failure, of a host that is not poprun's
     # monotonic time at which the last change of ``progress`` was heard of
     progressed_at_seconds: float | None = None
