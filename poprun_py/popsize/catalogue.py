@@ -184,7 +184,7 @@ def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Mod
 
 
 def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
-    """Raise ModelError if a configuration is not a plain stack of equal transformer layers, without experts."""
+    """Raise ModelError if a configuration has experts, or layers that are not equal transformer layers."""
     inner = table.get("ffn_config")
     tables = (table, inner) if isinstance(inner, dict) else (table,)
     if any(one.get(name) for one in tables for name in _EXPERTS):

@@ -272,7 +272,7 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
 
 
 def is_called(name: str, model: str) -> bool:
-    """Return whether the device ``name`` is the GPU that a driver calls ``model``: NVIDIA A100-SXM4-80GB."""
+    """Return whether ``model``, a driver's text such as ``NVIDIA A100-SXM4-80GB``, means the device ``name``."""
     kind, model_form, form = name.partition("-")[0], _form_of(model), _form_of(name)
     has_form = any(_form_of(other) == model_form for other in DEVICES if other.startswith(f"{kind}-"))
     return form == (model_form if has_form else "") and re.search(rf"\b{kind}\b", model) is not None

@@ -170,7 +170,7 @@ class Transformer:
 
 
 def transformer(numbers: Transformer, name: str = "transformer") -> Model:
-    """Return the model that has the sizes ``numbers``; without a vocabulary, only the blocks."""
+    """Return the model with the sizes ``numbers``; if ``numbers.vocab`` is 0, the model has only the blocks."""
     layers: tuple[Layer, ...] = (replace(_block(numbers), count=numbers.layers),)
     if numbers.vocab:
         layers = (_embedding(numbers), *layers, _head(numbers))

@@ -273,7 +273,9 @@ def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
 
 
 def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
-    """Return ``shape`` with each legal way to keep its state, the simplest way first.
+    """Return the mappings that combine ``shape`` with each legal choice of sharding, offloading and phases.
+
+    The simplest choice is first.
 
     Only programs that are compiled as a whole run parts of layers as phases, and move state to the slower memory
     and back: torch does neither for `popdist.parallel.parallelize`, and such ways are tried if they are fixed.

@@ -51,7 +51,7 @@ def rect(
 
 
 def text(words: str, place: tuple[int, int], size: int, class_: str | None = None, **attributes: object) -> str:
-    """Return a text element at ``place``: the left end or, by the style, the middle of the text's base line."""
+    """Return an SVG text; ``place`` is the left end of its base line, or the middle if the style centres texts."""
     return element("text", escaped(words), class_=class_, x=place[0], y=place[1], font_size=size, **attributes)
 
 

@@ -105,7 +105,7 @@ def _count(number: float) -> str:
 
 
 def why_not_faster(answer: Answer) -> list[str]:
-    """Return lines that name a faster mapping that does not fit, and the missing memory; no lines if none is."""
+    """Return lines that name a faster mapping that does not fit, and the memory that this mapping lacks."""
     one = answer.faster
     if one is None:
         return []

@@ -74,7 +74,7 @@ class ModelBuffer:
         return now
 
     def set(self, value: Tensor) -> None:
-        """Write ``value`` into the buffer; if the module has another tensor now, register the buffer again."""
+        """Write ``value`` into the tensor of the buffer, and make this tensor the module's buffer again."""
         local_part(self.tensor).copy_(value)
         if getattr(self.owner, self.key, None) is not self.tensor:
             setattr(self.owner, self.key, self.tensor)
@@ -125,7 +125,7 @@ def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list
 
 
 def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """Return a value that differs when ``tensor`` is another object or torch has counted another write."""
+    """Return the id of ``tensor`` and torch's count of writes, which show later whether the buffer changed."""
     return id(tensor), num_writes(tensor)
 
 

@@ -64,7 +64,7 @@ def leased_here(
 
 
 def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
-    """Return the name of the partition for ``plan``, or None, and the leases and partitions in the pool."""
+    """Return the name of the plan's partition (None if the plan needs none), and the contents of the pool."""
     state, user = _pool_of(plan).state(), user_name(os.getuid())
     if plan.asks_server:
         return plan.vipu.partition, state
@@ -214,7 +214,7 @@ class GpuClaim(LocalClaim):
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """Return ``given`` with the granted GPUs, by the names that a mask like CUDA_VISIBLE_DEVICES uses."""
+        """Return ``given`` with the granted GPUs, by the names that the environment variable of the mask uses."""
         return replace(given, devices=self.granted(names).devices)
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:

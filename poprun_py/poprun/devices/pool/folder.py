@@ -141,7 +141,7 @@ class PoolFolder:
         return False
 
     def remove_own(self, keeps: Mapping[str, Collection[str]]) -> None:
-        """Remove this user's files except the keys in ``keeps``, which lists the keys to keep for each kind."""
+        """Remove all files of this user of the kinds in ``keeps``, except files with a key in ``keeps[kind]``."""
         for kind, key in self.keys(_NEW, *keeps):
             if key not in keeps.get(kind, ()):
                 with suppress(OSError):

@@ -32,7 +32,7 @@ _NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """The lease of a server's client, or a place in the queue. It lasts until the server ends it."""
+    """The lease of a server's client, or the client's place in the queue, which only the server can end."""
 
     id: int
     key: str  # the key in the names of the lease's files in the pool
@@ -44,7 +44,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTicket(Ticket):
-    """A lease of this process, or a place in the queue. It lasts while a process has a locked file open."""
+    """A lease of this process, or a place in the queue, which exists while a process has a locked file open."""
 
     descriptor: int  # the locked file: the lease exists as long as a process has this file open
 
@@ -75,7 +75,7 @@ class Pool:
             return PoolState()
 
     def enqueue(self, holder: Holder, request: PoolRequest) -> LockedTicket:
-        """Put ``holder`` at the end of the queue; grant ``request`` at once if no job waits and IPUs are free."""
+        """Put ``holder`` at the end of the queue. If no job waits and IPUs are free, grant ``request`` at once."""
         key = secrets.token_hex(16)
         with self._writing() as (folder, contents):
             descriptor = folder.make_lock(LOCK, key)
@@ -115,7 +115,7 @@ class Pool:
         cluster: str | None = None,
         user: str | None = None,
     ) -> Partition:
-        """Make a partition of ``size`` free IPUs for ``user``, a client of this server, or for this user.
+        """Make a partition of ``size`` free IPUs for the client ``user``, or if None, for this process's user.
 
         Raises PartitionError or PlanError if the request is wrong, IpusTakenError if too few IPUs are free.
         """
@@ -242,7 +242,7 @@ def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None
 
 
 def _give_ipus(folder: PoolFolder, stored: Stored[Partition], ipus: Sequence[VirtualIpu]) -> Partition:
-    """Replace the IPUs of a partition, write the partition to the pool, and return it."""
+    """Replace the IPUs of a partition, write the partition to the pool, and return the partition."""
     num_domains = len({ipu.domain for ipu in ipus})
     partition = replace(stored.row, ipus=_in_order(ipus), num_domains=num_domains)
     write(folder, replace(stored, row=partition))

@@ -80,7 +80,7 @@ class LeaseRenewal:
 
 
 def _first_line() -> bytes:
-    """Read the first line of standard input and no further byte, because the next line ends the job."""
+    """Read only the first line of standard input, and leave the next line, which means that the job is over."""
     line = b""
     while not line.endswith(b"\n"):
         letter = os.read(_INPUT, 1)

@@ -274,7 +274,7 @@ def _pool_of(vipu: VipuSettings) -> RemotePool:
 
 
 def _held_above(state: PoolState) -> tuple[str, ...]:
-    """Return the IPUs of the job that started this process, because this job then needs no other IPUs."""
+    """Return the IPUs of the job that started this process, which the new job can use; none if no job did."""
     above = {key_of(pid) for pid in ancestors(os.getpid())}
     here = f"@{socket.gethostname()}"
     return next(

@@ -63,7 +63,7 @@ class JobIdentity:
         return [*streams, *(lease.descriptor for lease in self.leases if lease.descriptor is not None)]
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
-        """Return the devices and cores of the job on the host of instance ``index``, leased or else planned."""
+        """Return the devices and cores that the job uses on the host of the instance with index ``index``."""
         given, route = self.given or plan.named_devices, self.route(plan, index)
         return replace(given, devices=route.devices) if route is not None and route.devices else given
 
