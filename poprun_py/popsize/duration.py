@@ -271,7 +271,7 @@ def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) 
 
 
 def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
-    """Return the bytes moved to and from the slower memory: while the step waits, and while the device computes."""
+    """Return the bytes moved to and from the slower memory while a step waits, and while a device computes."""
     training, model = workload.training, workload.model
     parameters = most_parameters(model, mapping.pipeline, mapping.tensor)
     number = mapping.num_micro_batches(training.global_batch)

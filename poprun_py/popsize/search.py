@@ -140,14 +140,17 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A shape, the ways to keep its state, and a lower bound of its duration: the duration of its passes."""
+    """A mapping without its choice of sharding, offloading and phases (a shape), with all legal such choices.
+
+    The duration of the passes is a lower bound of the duration with each choice.
+    """
 
     running: Duration
     mapping: Mapping
     ways: list[Mapping]
 
     def candidates(self, workload: Workload) -> Iterator[Candidate]:
-        """Yield a candidate for each way to keep the shape's state."""
+        """Yield a candidate for each legal choice of sharding, offloading and phases."""
         for way in self.ways:
             mapping = _keeping(self.mapping, way)
             yield Candidate(workload, mapping, None if mapping.has_layer_phases else self.running)
@@ -233,7 +236,10 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
 
 
 def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
-    """Return groups of shapes that have the same ways to keep state; each group is the ways and the shapes."""
+    """Return groups of shapes with the same legal choices of sharding, offloading and phases.
+
+    Each group is a pair: the choices, and the shapes.
+    """
     groups: dict[Mapping, list[Mapping]] = {}
     for shape in _shapes(workload, fixed):
         groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
@@ -248,7 +254,7 @@ def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mappi
 
 
 def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
-    """Yield every legal shape that uses all devices and has the ``fixed`` values."""
+    """Yield every legal combination of tensor, pipeline, replicas, micro batch, schedule and recomputation."""
     model, num_devices, batch = workload.model, workload.machine.num_devices, workload.training.global_batch
     largest = max(_LARGEST_MICRO_BATCH, fixed.get("micro_batch", 1))
     for tensor in _divisors(num_devices, num_devices if model.divisors else 1, fixed.get("tensor")):

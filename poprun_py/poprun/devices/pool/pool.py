@@ -49,7 +49,7 @@ class LockedTicket(Ticket):
     descriptor: int  # the locked file: the lease exists as long as a process has this file open
 
     def close(self) -> None:
-        """Close the locked file. The lease ends when no other process has the file open either."""
+        """Close the locked file. The lease ends when no process has the file open any more."""
         os.close(self.descriptor)
 
 
