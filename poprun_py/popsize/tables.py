@@ -149,7 +149,7 @@ def _memory_table(candidate: Candidate) -> Table:
 
 
 def _phase_parts(candidate: Candidate) -> list[Part]:
-    """Return the parts that print the phases' sizes and a step's reads and writes; none if there are no phases."""
+    """Return a line and a table on the sizes, reads and writes of phases; an empty list if there are no phases."""
     workload = candidate.workload
     if not candidate.mapping.has_layer_phases:
         return []

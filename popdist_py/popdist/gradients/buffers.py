@@ -87,7 +87,7 @@ class ModelBuffer:
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which buffers of ``dtype`` are added: int64 for integers, otherwise a wide float."""
+    """Return the dtype in which buffers of ``dtype`` are added: int64, or for floats float32 or float64."""
     return wide_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 

@@ -36,7 +36,7 @@ class KeyProofs:
         self._began_at_seconds: dict[socket.socket, float] = {}
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close every connection that has not proved the job's key yet."""
         for connection in tuple(self._began_at_seconds):
             self._hang_up(connection)
 

@@ -214,7 +214,7 @@ class GpuClaim(LocalClaim):
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """Return ``given`` with the granted GPUs, by the names that the environment variable of the mask uses."""
+        """Return ``given`` with the granted GPUs, named as in the environment variable that limits GPUs."""
         return replace(given, devices=self.granted(names).devices)
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
