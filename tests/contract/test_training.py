@@ -1,7 +1,7 @@
 """Gradients and weights obey the same laws in jobs of every size and split, the job of one included.
 
 Holds popdist.step.checks.step_checks, popdist.gradients.buffers,
-popdist.gradients.memory, popdist.gradients.reduction,
+popdist.gradients.kept_gradients, popdist.gradients.memory, popdist.gradients.reduction,
 popdist.gradients.step_headers, popdist.step.training.batch_norm, popdist.step.training.model_steps,
 popdist.step.training.norm_sync, popdist.step.training.outside_step, popdist.step.training.replica_turns and
 popdist.step.training.step.

@@ -21,7 +21,7 @@ from popdist.ground.local_tensors import TensorForm
 from popdist.job import context
 from popdist.parallel import phased
 from popdist.phases import phased_model, store_file
-from popdist.phases.phase_memory import Address, PhaseMemory
+from popdist.phases.phase_memory import PhaseMemory, MemoryPlace
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.phased_layers import find_layers, make_absent
 from popdist.phases.phased_weights import move_buffers
@@ -77,7 +77,7 @@ def memory(disk_folder: Path, device: Device) -> Any:
     store = PhaseStore.open(disk_folder, forms, group=context.current_group(), device=DEVICE)
     made = PhaseMemory(layers, DEVICE)
     for piece in layers.pieces:
-        made.addresses["weights", piece.index] = [Address.of(("weights", piece.index), store.weights, piece.names)]
+        made.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.names)]
     made.cut([[0], [1]])
     yield made
     made.close()
@@ -86,9 +86,9 @@ def memory(disk_folder: Path, device: Device) -> Any:
 
 def test_the_thread_that_computes_asks_its_stream(memory: PhaseMemory, device: Device) -> None:
     """Before it asks for a read or a write: another thread has another current stream."""
-    memory.enter(0, backward=False)
-    memory.enter(1, backward=False)
-    memory.write_behind(memory.addresses["weights", 1][0])
+    memory.enter(memory.phases[0], backward=False)
+    memory.enter(memory.phases[1], backward=False)
+    memory.write_behind(MemoryPlace("weights", 1), memory.addresses[MemoryPlace("weights", 1)][0])
     memory.wait()
 
     assert set(device.asked_in) == {threading.current_thread()}

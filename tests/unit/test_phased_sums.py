@@ -13,15 +13,16 @@ from torch.nn import Parameter
 
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.tree import Node, TreeSum, aligned_nodes, finish
+from popdist.phases.phase_memory import MemoryPlace
 from popdist.phases.phased_sums import PieceGradient, PieceSum, held_weights, merges_of
 
 SIZE = 5
+PLACE = MemoryPlace("sum", 0)
 
 
 class Plane:
     """Where a sum waits."""
 
-    place = ("sum", 0)
     held: Tensor | None = None
 
 
@@ -31,24 +32,25 @@ class Memory:
     def __init__(self, gradient: PieceGradient) -> None:
         self._room = gradient.make()
 
-    def room(self, place: tuple[str, int]) -> Tensor:
+    def room(self, place: MemoryPlace) -> Tensor:
         """The room, from which another sum is gone."""
-        assert place == Plane.place
+        assert place == PLACE
         return self._room.fill_(255)
 
-    def is_room(self, place: tuple[str, int], value: Tensor) -> bool:
+    def is_room(self, place: MemoryPlace, value: Tensor) -> bool:
         """Whether it is."""
-        assert place == Plane.place
+        assert place == PLACE
         return value is self._room
 
-    def load(self, plane: Plane) -> Tensor:
+    def load(self, place: MemoryPlace, plane: Plane) -> Tensor:
         """The sum, which is not read twice."""
         held, plane.held = plane.held, None
         assert held is not None
-        return self.room(plane.place).copy_(held)
+        return self.room(place).copy_(held)
 
-    def write_behind(self, plane: Plane) -> None:
+    def write_behind(self, place: MemoryPlace, plane: Plane) -> None:
         """A copy."""
+        assert place == PLACE
         plane.held = self._room.clone()
 
 
@@ -58,10 +60,9 @@ def sums_of(layout: ReplicaLayout, instance: int, accumulation: int, filled: set
     gradient = PieceGradient([("it", parameter)])
     merges, num_planes = merges_of(layout, instance, accumulation)
     first = instance * len(merges)
-    weights = [weight_at(first + number) for number in range(len(merges))]
     planes: Any = [Plane() for _ in range(num_planes)]
     memory: Any = Memory(gradient)
-    own = PieceSum(gradient, merges, weights, lambda: 3.0, planes, memory)
+    own = PieceSum(gradient, merges, lambda it: weight_at(first + it) / 3.0, PLACE, planes, memory)
     mine = sorted(filled & {*range(len(merges))})
     for number in mine[:-1]:
         parameter.grad = gradient_at(first + number)

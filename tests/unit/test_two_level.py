@@ -19,7 +19,7 @@ from torch import Tensor
 
 from popdist.exchange.host_memory.addition import Combiner, Op
 from popdist.exchange.transport import two_level
-from popdist.exchange.transport.two_level import PostedSum, TwoLevelReduction, WaitingPeers, in_turns
+from popdist.exchange.transport.two_level import BucketAllReduce, TwoLevelReduction, WaitingPeers, in_turns
 from popdist.ground.tree import Node, TreeSum, aligned_nodes
 from tests.running import DEADLINE_SECONDS
 from tests.tree_sums import tree_sum
@@ -276,7 +276,7 @@ def test_posted_sums_have_the_bits_of_one_instance_for_any_split(
     def add(rank: int) -> list[Tensor]:
         channel: Any = MemberChannel(boxes, rank)
         outs = [torch.empty(length, dtype=dtype) for length in lengths]
-        sums = [PostedSum(channel, range(size), nodes, num_items, out) for out in outs]
+        sums = [BucketAllReduce(channel, nodes, num_items, out) for out in outs]
         for _ in range(2):
             befores: list[tuple[list[Tensor], list[Tensor]]] = []
             for made in sums:

@@ -188,6 +188,20 @@ class GradientLayout:
         digest = hashlib.blake2b("\n".join(self._orders).encode(), digest_size=4).hexdigest()
         return f"{len(self.names)} parameters, names {digest}: {', '.join(flat)}"
 
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The identities of all parameters."""
+        return frozenset(map(id, self._parameters))
+
+    @cached_property
+    def moved_early(self) -> frozenset[int]:
+        """The identities of those whose gradients are handled one by one, in a step that sends nothing early.
+
+        A large gradient is moved while it is in the cache, and of one on an accelerator the stream is recorded.
+        """
+        large = (it for it in self._parameters if not it.is_cpu or local_part(it).numel() >= SMALL)
+        return frozenset(map(id, large))
+
     def used(self) -> int:
         """Which parameters have a gradient now: bit i stands for ``names[i]``."""
         return sum(1 << i for i, parameter in enumerate(self._parameters) if parameter.grad is not None)

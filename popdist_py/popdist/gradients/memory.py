@@ -6,7 +6,6 @@ memory is the same in every step.
 """
 
 import hashlib
-import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.errors import GradientError, name_instances
-from popdist.exchange.groups import Group, as_floats
+from popdist.exchange.groups import Group
 from popdist.gradients.flat_buffers import (
     FlatGradient,
     GradientLayout,
@@ -38,7 +37,7 @@ from popdist.gradients.optimizer_steps import (
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.local_tensors import local_part
-from popdist.ground.tree import finish, span
+from popdist.ground.tree import span
 
 if TYPE_CHECKING:
     from popdist.gradients.overlap import Overlap
@@ -88,18 +87,15 @@ class GradientMemory:
         self.layout = layout
         self.gradients = gradients
         self.narrow = narrow  # the dtype to which each replica's gradient and each sum over replicas is rounded
-        self.nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
         instance, num_replicas = group.backend.instance_index, layout.num_replicas
         self.first_replica = layout.replicas_of(instance).start
         # by the first local replica of each of this instance's nodes: the number of the node
         self._node_of = {
             span(node, num_replicas).start - self.first_replica: number
-            for number, node in enumerate(self.nodes[instance])
+            for number, node in enumerate(nodes_of(layout, instance))
         }
         self.of_micro_batches = wide = GradientPool(gradients.make_wide)
         self.of_replicas = wide if narrow is None else GradientPool(lambda: gradients.make_narrow(narrow))
-        # the weights that were added last, and their sum: most steps have the same
-        self._weights: tuple[list[list[int]], float] = ([], 0.0)
         self.overlap: Overlap | None = None  # None before the first step whose gradients went over a network
         self.shared: SharedSum | None = None  # None where the instances share no memory
         self._shared_rooms: list[FlatGradient] = []
@@ -157,17 +153,6 @@ class GradientMemory:
         wide.copy(total)
         scale_flat(wide.tensors, over=over)
         return wide
-
-    def total_weight(self, weights: list[list[int]]) -> float:
-        """The weights of the whole job, of each instance's nodes, added in the order of the gradients."""
-        if weights != self._weights[0]:
-            partials = {
-                node: weight
-                for nodes, words in zip(self.nodes, weights, strict=True)
-                for node, weight in zip(nodes, as_floats(words), strict=True)
-            }
-            self._weights = weights, finish(partials, self.layout.num_replicas, operator.add)
-        return self._weights[1]
 
 
 ParameterKind = tuple[int, bool, torch.device, torch.dtype]

@@ -18,7 +18,7 @@ from torch import Tensor
 from popdist.exchange.groups import Exchange
 from popdist.exchange.host_memory.host_collectives import HostCollectives
 from popdist.exchange.transport.channel import Channel
-from popdist.exchange.transport.two_level import BucketAllReduce, HostSum, PostedSum, QueuedSum
+from popdist.exchange.transport.two_level import BucketAllReduce
 from popdist.gradients.flat_buffers import (
     ALIGNMENT,
     FlatBuffer,
@@ -153,13 +153,10 @@ class Overlap:
         self._has_memory = True
 
     def _early_sum(self, into: Tensor) -> BucketAllReduce:
-        channel, num_replicas = self.channel, self._num_replicas
-        if not into.is_cpu:
-            return QueuedSum(channel, self.nodes, num_replicas, into)
-        local, of_channel, nodes = self._local_collectives, channel.local_collectives, self._nodes_of_hosts
-        if local is not None and of_channel is not None and nodes is not None:
-            return HostSum(local, of_channel, channel, nodes, num_replicas, into)
-        return PostedSum(channel, range(len(self.nodes)), self.nodes, num_replicas, into)
+        local, nodes = self._local_collectives, self._nodes_of_hosts
+        if not into.is_cpu or local is None or nodes is None or self.channel.local_collectives is None:
+            return BucketAllReduce(self.channel, self.nodes, self._num_replicas, into)
+        return BucketAllReduce(self.channel, nodes, self._num_replicas, into, local)
 
     def num_expected(self) -> list[int]:
         """For each bucket, how many of its parameters will get a gradient; more where nothing is known."""

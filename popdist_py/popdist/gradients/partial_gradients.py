@@ -44,6 +44,51 @@ class GradientElsewhere(Tensor):
         del types
         return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Do an operation of torch, of which some arguments are such gradients."""
+        del types
+        if (unscaler := torch_private.unscaler_of(func)) is not None:
+            return cls.unscale(unscaler, *args)
+        return cls.compute(func, args, kwargs or {})
+
+    @classmethod
+    def unscale(
+        cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+    ) -> None:
+        """Divide gradients by a scaler's scale, and look for NaN and infinity."""
+        raise NotImplementedError
+
+    @classmethod
+    def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do any other operation."""
+        raise NotImplementedError
+
+
+def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
+    """Return ``value`` with whole gradients in its lists and dicts; each is appended to ``wholes``."""
+    if isinstance(value, dict):
+        return {key: with_wholes(it, wholes) for key, it in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(with_wholes(it, wholes) for it in value)
+    if not isinstance(value, GradientElsewhere):
+        return value
+    wholes.append(value.whole)
+    return wholes[-1]
+
+
+def is_number(value: object) -> bool:
+    """Whether an argument is a number, or a tensor of one that is in its own memory."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not isinstance(value, GradientElsewhere)
+    return not isinstance(value, list | tuple)
+
 
 class PartialGradient(GradientElsewhere):
     """A gradient of which this instance has the elements that it updates."""
@@ -104,29 +149,27 @@ class PartialGradient(GradientElsewhere):
         return self.content.as_strided((self.content.numel(),), (1,))[mine.start : mine.stop]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def unscale(
+        cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+    ) -> None:
+        """Divide gradients by a scaler's scale; what one instance finds, all have found."""
+        parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
+        group = parts[0]._step.group  # noqa: SLF001 - its own class
+        text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
+        with group.undivided(text):
+            group.agree(text)
+            here = [gradient.here if isinstance(gradient, PartialGradient) else gradient for gradient in gradients]
+            unscaler([part for part in here if part.numel()], found_inf, inv_scale)
+            found_inf.copy_(group.backend.all_gather(found_inf.reshape(1)).amax().reshape(found_inf.shape))
+
+    @classmethod
+    def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do element by element what can be, and else make all gradients of the step whole first."""
-        if (unscaler := torch_private.unscaler_of(func)) is not None:
-            return _unscale(unscaler, *args)
-        if func is _aten.zero_.default or (func in _SCALING and _is_number(args[1])):
-            func(
-                args[0].here if args[0].dim() else args[0].content, *args[1:]
-            )  # by dimensions torch picks the dtype
+        if func is _aten.zero_.default or (func in _SCALING and is_number(args[1])):
+            # by dimensions torch picks the dtype
+            func(args[0].here if args[0].dim() else args[0].content, *args[1:])
             return args[0]
-        return func(*_whole(args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
-
-
-def _whole(value: Any) -> Any:
-    """The same with whole gradients."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_whole, value))
-    return value.whole if isinstance(value, PartialGradient) else value
+        return func(*with_wholes(args, []), **with_wholes(kwargs, []))
 
 
 def _read_whole(name: str) -> Any:
@@ -184,24 +227,6 @@ def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
         ShardExchange(kind, group.backend).run()
     for gradient in gradients:
         gradient.is_whole = True
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, PartialGradient))
-
-
-def _unscale(
-    unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
-) -> None:
-    """Divide gradients by a scaler's scale; what one instance finds, all have found."""
-    parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
-    group = parts[0]._step.group  # noqa: SLF001 - of this module
-    text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
-    with group.undivided(text):
-        group.agree(text)
-        here = [gradient.here if isinstance(gradient, PartialGradient) else gradient for gradient in gradients]
-        unscaler([part for part in here if part.numel()], found_inf, inv_scale)
-        found_inf.copy_(group.backend.all_gather(found_inf.reshape(1)).amax().reshape(found_inf.shape))
 
 
 class GradientParts:

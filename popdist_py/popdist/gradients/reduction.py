@@ -6,8 +6,9 @@ weighed, used and changed; only then are gradients added. One that left its loop
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -21,12 +22,10 @@ from popdist.errors import (
     PopdistError,
     WeightsError,
 )
-from popdist.exchange.groups import Exchange, Group, as_words, wait_for_first_error
+from popdist.exchange.groups import Exchange, Group, as_floats, as_words, wait_for_first_error
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, add_instances, scale_flat
-from popdist.gradients.memory import GradientMemory, OldGradients
-from popdist.gradients.overlap import Overlap, OverlappedSum
-from popdist.gradients.partial_gradients import GradientParts, parts_of
+from popdist.gradients.flat_buffers import GradientLayout, nodes_of
+from popdist.gradients.memory import OldGradients
 from popdist.gradients.step_headers import (
     CANNOT_SPLIT,
     NO_CHANGES,
@@ -37,6 +36,7 @@ from popdist.gradients.step_headers import (
     BeginHeader,
     EndHeader,
     MeanOrSum,
+    StepChanges,
     StepChecks,
     agree_on_changes,
     changes_of,
@@ -45,7 +45,7 @@ from popdist.gradients.step_headers import (
 )
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.progress import progress_page
-from popdist.ground.tree import TreeSum, finish
+from popdist.ground.tree import finish
 
 ABANDON_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
@@ -60,52 +60,93 @@ class NotFinite(NamedTuple):
     parameter: int
 
 
-class GradientSum:
-    """The sum of one step's gradients over all replicas of the job: begun, added to, then finished or left."""
+class GradientKeeper:
+    """The gradients of one step: they are kept until the optimizer's step, or used in the backward pass."""
+
+    used = 0  # bit i: whether the i-th parameter had a gradient on this instance
+    not_finite: NotFinite | None = None
+    awaited: Collection[int] = ()  # the identities of parameters whose gradients are handled one by one
+
+    def __init__(self, gradients: GradientLayout) -> None:
+        """``gradients`` are those that exist when the step ends."""
+        self.gradients = gradients
+
+    def begin(self, *, scales: bool) -> int:  # noqa: ARG002 - for others
+        """Begin a whole batch; return a number for the gradients that go early, 0 for none."""
+        return 0
+
+    def announce(self, header: Exchange) -> None:
+        """Keep the exchange of the headers that begin the step, of which this instance's was just sent."""
+
+    def begin_micro_batch(self, index: int, weight: float) -> None:
+        """Begin micro batch ``index`` of this instance, which has samples."""
+        raise NotImplementedError
+
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Handle a gradient of ``awaited`` that was just accumulated in ``.grad``."""
+
+    def add(self, index: int, weight: float, scale: float) -> None:
+        """Add the gradients that micro batch ``index`` left in ``.grad``, times ``weight / scale``."""
+        raise NotImplementedError
+
+    def skip(self, index: int) -> None:
+        """Add zeros for micro batch ``index``, which has no samples."""
+
+    def complete(self) -> None:
+        """Use the gradients that are left: no other micro batch follows."""
+
+    def close(self) -> int:
+        """Return the way in which gradients are added, now that the step ends: see `EndHeader`."""
+        return 0
+
+    def finish(self, over: float, used: int, way: int) -> None:
+        """Set ``.grad`` of the parameters in ``used`` to the sum over all replicas, divided by ``over``."""
+
+    def clear(self) -> None:
+        """Set every ``.grad`` to None."""
+        self.gradients.clear()
+
+    def end(self) -> None:
+        """Release what the step has used. Never raises."""
+
+
+class StepAgreement:
+    """What the instances say to each other in one step, which is begun, and then finished or left."""
 
     def __init__(
         self,
-        memory: GradientMemory,
+        group: Group,
+        layout: ReplicaLayout,
+        keeper: GradientKeeper,
         buffers: ReplicaBuffers | None = None,
         checks: StepChecks = NO_CHECKS,
         old: OldGradients | None = None,
     ) -> None:
-        check_whole_job(memory.group, memory.layout)
-        self._memory = memory
-        self._group = memory.group
-        self._gradients = memory.gradients
+        check_whole_job(group, layout)
+        self.group, self.layout = group, layout
+        self._keeper = keeper
         self._buffers = buffers
         self._checks = checks
         self._old = old  # None if the gradients of before belong to this step
-        num_replicas, first = memory.layout.num_replicas, memory.first_replica
-        self._tree: TreeSum[FlatGradient] = TreeSum(num_replicas, memory.of_replicas.add, start=first)
-        self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
-        self.used = 0  # bit i: whether the i-th parameter had a gradient on this instance
-        self._changes = NO_CHANGES
         self._begun: Exchange | None = None
-        self._adds = False
+        self._adds = False  # whether to the gradients of before
         self._scales = False
         self._weight_scale: float | None = 1.0
-        self.is_awaited = True  # whether the other instances wait for this one's word at the end of the step
-        self._early: OverlappedSum | None = None
+        self._is_awaited = True  # whether the other instances wait for this one's word at the end of the step
 
     def begin(
         self, accumulation: int, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool
     ) -> None:
         """Say to the others what this instance's heaviest micro batch weighs, and where its batch comes from."""
-        self._scales = reduction == "mean"
-        self._adds = add  # whether to the gradients of before
+        self._scales, self._adds = reduction == "mean", add
         old = self._old_number
-        if len(self._group.instances) == 1:
+        if len(self.group.instances) == 1:
             self._weight_scale = self._scale_of([heaviest])
             self._drop_old_unless_added([old])
             return
-        overlap = self._memory.overlap
-        if overlap is not None and self._parts() is None:
-            self._early = overlap.begin_step(scales=self._scales)
         header = BeginHeader(
             heaviest=as_words([heaviest])[0],
-            early=0 if self._early is None else self._early.number,
+            early=self._keeper.begin(scales=self._scales),
             old=old,
             epoch=position.epoch,
             stop=position.stop,
@@ -114,10 +155,9 @@ class GradientSum:
             num_loader_passes=self._checks.num_loader_passes,
             writes=self._checks.writes,
         )
-        self._begun = self._group.start(_title(accumulation, add=add), header)
+        self._begun = self.group.start(_title(accumulation, add=add), header)
         self._weight_scale = None
-        if self._early is not None:
-            self._early.set_header(self._begun)
+        self._keeper.announce(self._begun)
         if old and not add:
             self.weight_scale()
 
@@ -127,7 +167,7 @@ class GradientSum:
             try:
                 self._compare_begins(self._begun.wait(timeout_seconds), timeout_seconds)
             except PopdistError:
-                self.is_awaited = False
+                self._is_awaited = False
                 raise
         return self._weight_scale or 1.0
 
@@ -138,23 +178,23 @@ class GradientSum:
             return
         headers = [BeginHeader._make(words) for words in numbers]
         scale = self._scale_of([header.heaviest_weight for header in headers])
-        refuse_other_positions(self._group, headers)
+        refuse_other_positions(self.group, headers)
         self._drop_old_unless_added([header.old for header in headers])
         self._compare_weights(headers, timeout_seconds)
         self._weight_scale = scale
-        self._checks.compare_batches(self._group, headers)
+        self._checks.compare_batches(self.group, headers)
 
     def _compare_weights(
         self, headers: Sequence[BeginHeader] | Sequence[EndHeader], timeout_seconds: float | None = None
     ) -> None:
-        self._checks.compare_weights(self._group, [header.checksum for header in headers], timeout_seconds)
-        self._checks.compare_written(self._group, [header.writes for header in headers], timeout_seconds)
+        self._checks.compare_weights(self.group, [header.checksum for header in headers], timeout_seconds)
+        self._checks.compare_written(self.group, [header.writes for header in headers], timeout_seconds)
 
     def _scale_of(self, heaviest: list[float]) -> float:
         if min(heaviest) < 0:
             refusal = max(weight for weight in heaviest if weight < 0)
             refused = [instance for instance, weight in enumerate(heaviest) if weight == refusal]
-            raise _lost_step(self._group, refused, REFUSALS[refusal])
+            raise _lost_step(self.group, refused, REFUSALS[refusal])
         if not any(heaviest):
             raise BatchError(NO_SAMPLES)
         return max(heaviest) if self._scales else 1.0
@@ -165,91 +205,84 @@ class GradientSum:
 
     def _drop_old_unless_added(self, numbers: Sequence[int]) -> None:
         if self._old is not None and (self._old.kept or any(numbers)):
-            told = dict(zip(self._group.instances, numbers, strict=True))
-            self._old.drop_unless_added(told, add=self._adds, name=self._group.name)
+            told = dict(zip(self.group.instances, numbers, strict=True))
+            self._old.drop_unless_added(told, add=self._adds, name=self.group.name)
 
-    def begin_last(self, micro_batches: TreeSum[FlatGradient], weight: float) -> None:
-        """Begin the last micro batch, after the ``micro_batches`` of its replica: gradients may go early."""
-        if self._early is not None:
-            self._early.begin_last(micro_batches, self._tree, weight)
+    def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
+        """Return what the sum over all replicas is divided by; ``weights`` has the words of each instance."""
+        total = total_weight(self.layout, tuple(map(tuple, weights)))
+        if reduction == "sum":
+            return 1.0
+        if not total:
+            raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
+        return total / self.weight_scale()
 
-    @property
-    def goes_early(self) -> bool:
-        """Whether gradients are sent while the last backward pass runs."""
-        return self._early is not None
+    def arrive(self, place: int, words: Sequence[int] = ()) -> list[list[int]]:
+        """Wait until all instances are at ``place`` of their last micro batch; return the words of each.
 
-    def add_gradient(self, parameter: Tensor) -> None:
-        """Send the parts of the sum that are complete now that the gradient of ``parameter`` was accumulated."""
-        if self._early is not None:
-            self._early.add_gradient(parameter)
-
-    def add(self, gradient: FlatGradient, weight: float) -> None:
-        """Add the next local replica's gradient, summed over its micro batches with their weights."""
-        replica = self._tree.position - self._memory.first_replica
-        self._tree.push(self._memory.rounded(gradient, replica))
-        self._weights.push(weight)
+        Raises what an instance has left that has abandoned the step.
+        """
+        if len(self.group.instances) == 1:
+            return [[*words]]
+        self.weight_scale()
+        try:
+            headers, found = self._exchange_ends("goes on", place, words)
+            self._check_states(headers)
+        except (CollectiveError, MicroBatchError):
+            self._is_awaited = False
+            raise
+        if len({header.way for header in headers}) > 1:
+            self._is_awaited = False
+            raise CollectiveError("the instances add the gradients of different layers: their models differ")
+        return found
 
     def finish(
-        self,
-        reduction: MeanOrSum,
-        not_finite: NotFinite | None = None,
-        fault: str | None = None,
-        *,
-        add: bool = False,
+        self, reduction: MeanOrSum, weights: Sequence[float], fault: str | None = None, *, add: bool = False
     ) -> None:
-        """Set every ``.grad`` and every buffer to that of all replicas, or raise what one instance has found."""
-        self.weight_scale()
-        with self._group.undivided("the end of a step"):
-            self._finish_together(reduction, not_finite, fault, add=add)
+        """Set every ``.grad`` and every buffer to that of all replicas, or raise what one instance has found.
 
-    def _finish_together(
-        self, reduction: MeanOrSum, not_finite: NotFinite | None, fault: str | None, *, add: bool
-    ) -> None:
-        scale = self.weight_scale()
-        self.is_awaited, self._adds = False, add
-        parts = self._parts()
-        way = 0 if self._early is None else self._early.close(self._tree.values)
-        way = way if parts is None else parts.number
-        self._changes = changes_of(self.used, len(self._gradients.names), self._buffers)
-        state = "fault" if fault is not None else "not finite" if not_finite is not None else reduction
-        numbers = self._start_end(state, way).wait()
-        headers = [EndHeader._make(words[: len(EndHeader._fields)]) for words in numbers]
-        weights = [words[len(EndHeader._fields) :] for words in numbers]
-        self._check_states([STATES[header.state] for header in headers], not_finite, fault)
+        ``weights`` are those of this instance's nodes of the tree over the replicas.
+        """
+        self.weight_scale()
+        self._keeper.complete()
+        with self.group.undivided("the end of a step"):
+            self._finish_together(reduction, as_words(weights), fault, add=add)
+
+    def _finish_together(self, reduction: MeanOrSum, own: Sequence[int], fault: str | None, *, add: bool) -> None:
+        self._is_awaited, self._adds = False, add
+        keeper, num_parameters = self._keeper, len(self._keeper.gradients.names)
+        way = keeper.close()
+        changes = changes_of(keeper.used, num_parameters, self._buffers)
+        state = "fault" if fault is not None else "not finite" if keeper.not_finite is not None else reduction
+        headers, weights = self._exchange_ends(state, way, own, changes)
+        self._check_states(headers, fault)
         self._drop_old_unless_added([header.old for header in headers])
         self._compare_weights(headers)
-        total = self._memory.total_weight(weights)
-        if reduction == "mean" and not total:
-            raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
+        over = self.divisor(reduction, weights)
         digests = [header.changes for header in headers]
-        changes = agree_on_changes(self._group, self._changes, digests, self._buffers)
-        if len({header.way for header in headers}) > 1:
-            way, parts = 0, None
-        whole = self._sum(total / scale if reduction == "mean" else 1.0, parts, are_early_right=way < 0)
-        num_parameters = len(self._gradients.names)
-        self._gradients.set_gradients(whole, changes.mask & ((1 << num_parameters) - 1))
-        if parts is not None:
-            parts.replace_grads(self._group)
+        changes = agree_on_changes(self.group, changes, digests, self._buffers)
+        way = way if len({header.way for header in headers}) == 1 else 0
+        keeper.finish(over, changes.mask & ((1 << num_parameters) - 1), way)
         if add and self._old is not None:
             self._old.add_to_new()
-        own = changes.mask >> num_parameters
-        if self._buffers is not None and (own or changes.others):
-            self._buffers.combine(self._group, self._memory.layout, own, changes.others)
+        changed = changes.mask >> num_parameters
+        if self._buffers is not None and (changed or changes.others):
+            self._buffers.combine(self.group, self.layout, changed, changes.others)
         progress_page.count_step()
-        self._end_early()
+        keeper.end()
 
     def abandon(self) -> None:
         """Say to the others, unless all know already, that there will be no gradient. Never raises."""
         try:
-            if self.is_awaited:
+            if self._is_awaited:
                 with suppress(PopdistError):
                     try:
                         self._send_abandonment(ABANDON_SECONDS)
                     except BackendError:
-                        self._group.send_before_next(self._send_late)  # for those that come late to their loop
+                        self.group.send_before_next(self._send_late)  # for those that come late to their loop
         finally:
-            self.is_awaited = False
-            self._end_early()
+            self._is_awaited = False
+            self._keeper.end()
 
     def _send_late(self) -> None:
         with suppress(BatchError, CollectiveError, GradientError, WeightsError):
@@ -260,87 +293,64 @@ class GradientSum:
         with suppress(BackendError):
             self._start_end("abandoned").wait(timeout_seconds)
 
-    def _end_early(self) -> None:
-        if self._early is not None:
-            self._early.end()
+    def _exchange_ends(
+        self, state: str, way: int, words: Sequence[int], changes: StepChanges = NO_CHANGES
+    ) -> tuple[list[EndHeader], list[list[int]]]:
+        """Exchange headers of the end of the step; return those of all instances, and the words behind each."""
+        size = len(EndHeader._fields)
+        numbers = self._start_end(state, way, words, changes).wait()
+        return [EndHeader._make(it[:size]) for it in numbers], [it[size:] for it in numbers]
 
-    def _parts(self) -> GradientParts | None:
-        """The parts of the sum that the instances need; None where all of them get the whole sum."""
-        if self._memory.shared is not None or len(self._group.instances) == 1:
-            return None
-        return parts_of(self._gradients)
-
-    def _sum(self, over: float, parts: GradientParts | None, *, are_early_right: bool) -> FlatGradient:
-        """The sum over all replicas, divided by ``over``, in wide buffers; all instances have come to it."""
-        early = None if self._early is None else self._early.wait(over, are_right=are_early_right)
-        if early is not None:
-            return early
-        if self._memory.narrow is None:
-            return self._sum_at_end(over, parts)
-        return self._memory.widened(self._sum_at_end(1.0, parts), over)
-
-    def _sum_at_end(self, over: float, parts: GradientParts | None) -> FlatGradient:
-        """The sum divided by ``over``, in the buffers in which it was added."""
-        memory, own = self._memory, self._tree.values
-        if (total := memory.sum_in_host(own, over)) is not None:
-            return total
-        if parts is not None:
-            return parts.add(self._group, memory.layout, own, over)
-        if len(self._group.instances) == 1:
-            total = finish(self._tree.nodes, memory.layout.num_replicas, memory.of_replicas.add)
-        else:
-            total = self._sum_over_network(own)
-        scale_flat(total.tensors, over=over)
-        return total
-
-    def _sum_over_network(self, own: Sequence[FlatGradient]) -> FlatGradient:
-        memory = self._memory
-        for nodes in zip(*(node.tensors for node in own), strict=True):
-            add_instances(self._group, memory.layout, list(nodes))
-        has_buffers = bool(self._gradients.flat_buffers)
-        if has_buffers and memory.overlap is None and self._begun is not None:  # all instances are together here
-            channel = self._group.backend.channel([buffer.device for buffer in self._gradients.flat_buffers])
-            if channel is not None:
-                local = self._group.backend.local_collectives
-                memory.overlap = Overlap(channel, memory.layout, self._gradients, local, memory.narrow)
-        return own[0]
-
-    def _start_end(self, state: str, way: int = 0) -> Exchange:
-        """Send the header that ends the step; ``state`` is one of ``STATES``."""
+    def _start_end(
+        self, state: str, way: int = 0, words: Sequence[int] = (), changes: StepChanges = NO_CHANGES
+    ) -> Exchange:
+        """Send a header of the end of the step; ``state`` is one of ``STATES``."""
         has_buffers = self._buffers is not None and self._buffers.buffers
-        text = f"add gradients({self._gradients}" + (f", {self._buffers})" if has_buffers else ")")
+        text = f"add gradients({self._keeper.gradients}" + (f", {self._buffers})" if has_buffers else ")")
         if self._adds:
             text += " to those of before"
         is_first = self._begun is None
         header = EndHeader(
             state=STATES.index(state),
-            changes=self._changes.digest,
+            changes=changes.digest,
             way=way,
             checksum=self._checks.checksum if is_first else 0,
             old=self._old_number if is_first else 0,
             writes=self._checks.writes if is_first else 0,
         )
-        return self._group.start(text, [*header, *as_words(self._weights.values)])
+        return self.group.start(text, [*header, *words])
 
-    def _check_states(self, states: list[str], not_finite: NotFinite | None, fault: str | None) -> None:
+    def _check_states(self, headers: Sequence[EndHeader], fault: str | None = None) -> None:
         """Raise on every instance if one has no gradient, or they want different ones."""
-        if states[0] in ("mean", "sum") and len(set(states)) == 1:
+        states = [STATES[header.state] for header in headers]
+        if states[0] in ("mean", "sum", "goes on") and len(set(states)) == 1:
             return
         owners = {
-            state: [i for i, other in zip(self._group.instances, states, strict=True) if other == state]
+            state: [i for i, other in zip(self.group.instances, states, strict=True) if other == state]
             for state in states
         }
         if "abandoned" in owners:
             reason = "left the micro_batches loop before its end (by break, return or an exception)"
-            raise _lost_step(self._group, owners["abandoned"], reason)
+            raise _lost_step(self.group, owners["abandoned"], reason)
         if "fault" in owners:
-            raise_fault(self._group, fault)
+            raise_fault(self.group, fault)
         if "not finite" in owners:
-            found = self._group.start("name the gradient that is not finite", not_finite or ()).wait()
+            found = self.group.start("name the gradient that is not finite", self._keeper.not_finite or ()).wait()
             replica, parameter = min(numbers for numbers in found if numbers)
-            raise not_finite_error(NotFinite(replica, parameter), self._gradients)
-        wanted = "; ".join(f"{self._group.name(instances)}: {state}" for state, instances in owners.items())
+            raise not_finite_error(NotFinite(replica, parameter), self._keeper.gradients)
+        wanted = "; ".join(f"{self.group.name(instances)}: {state}" for state, instances in owners.items())
         raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
+
+
+@lru_cache(maxsize=16)
+def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) -> float:
+    """The weights of the whole job, of each instance's nodes, added in the order of the gradients."""
+    partials = {
+        node: weight
+        for instance, words in enumerate(weights)
+        for node, weight in zip(nodes_of(layout, instance), as_floats(words), strict=True)
+    }
+    return finish(partials, layout.num_replicas, operator.add)
 
 
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:

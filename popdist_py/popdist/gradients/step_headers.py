@@ -32,8 +32,11 @@ REFUSALS: Final = {
 }
 """Values that replace the heaviest weight if an instance cannot make the step, with their meanings."""
 
-STATES: Final = ("mean", "sum", "abandoned", "not finite", "fault")
-"""The states of an instance at the end of its step: how to reduce its gradients, or why it has none."""
+STATES: Final = ("mean", "sum", "abandoned", "not finite", "fault", "goes on")
+"""The states of an instance at the end of its step: how to reduce its gradients, or why it has none.
+
+An instance that goes on adds gradients in its last backward pass, and waits for the other instances.
+"""
 
 NOT_DEALT: Final = -1
 
@@ -69,7 +72,7 @@ class EndHeader(NamedTuple):
 
     state: int  # index in ``STATES``
     changes: int  # a digest of used parameters and changed buffers
-    way: int  # when gradients are added: 0 at the end, above 0 in parts, below 0 already added
+    way: int  # when gradients are added: 0 at the end, above 0 in parts, below 0 already added; or the place
     checksum: int  # like ``old`` and ``writes`` as in `BeginHeader`, if no `BeginHeader` was sent
     old: int
     writes: int

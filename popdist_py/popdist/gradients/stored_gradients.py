@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import OptimizerError
-from popdist.gradients.partial_gradients import GradientElsewhere
+from popdist.gradients.partial_gradients import GradientElsewhere, is_number, with_wholes
 from popdist.ground import torch_private
 from popdist.ground.local_tensors import local_part
 
@@ -83,40 +83,35 @@ class StoredGradient(GradientElsewhere):
         return self
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def unscale(
+        cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+    ) -> None:
+        """Look for NaN and infinity in each gradient, and record that a scaler's scale divides it."""
+        factor = inv_scale.clone()
+        for gradient in gradients:
+            if not isinstance(gradient, StoredGradient):
+                unscaler([gradient], found_inf, inv_scale)
+                continue
+            unscaler([gradient.whole.clone()], found_inf, inv_scale)
+            gradient.source.changes.append(lambda elements: unscaler([elements], torch.zeros_like(factor), factor))
+
+    @classmethod
+    def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Read the gradient, or record how it is changed."""
-        if (unscaler := torch_private.unscaler_of(func)) is not None:
-            return _unscale(unscaler, *args)
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        name = func.overloadpacket.__name__
         if isinstance(args[0], StoredGradient):
             gradient = args[0]
             if name in ("detach", "detach_") or (name == "view" and tuple(args[1]) == gradient.shape):
                 return cls(gradient, gradient.source)
-            if name in _CHANGES and all(map(_is_number, (*args[1:], *kwargs.values()))):
+            if name in _CHANGES and all(map(is_number, (*args[1:], *kwargs.values()))):
                 return _record(gradient, func, args[1:], kwargs)
-        if name.startswith(_ON_LISTS) and not kwargs and all(map(_is_number, args[1:])):
+        if name.startswith(_ON_LISTS) and not kwargs and all(map(is_number, args[1:])):
             return _do_one_by_one(func, args[0], args[1:])
         if written := _gradients_in((*(args[:1] if name.endswith("_") else ()), kwargs.get("out"))):
             _refuse(name, written[0])
-        wholes = [gradient.whole for gradient in _gradients_in((*args, *kwargs.values()))]
-        left = iter(wholes)
-        result = func(*_replaced(args, left), **_replaced(kwargs, left))
+        wholes = list[Tensor]()
+        result = func(*with_wholes(args, wholes), **with_wholes(kwargs, wholes))
         return _without_changes(result, wholes, name)
-
-
-def _replaced(value: Any, wholes: Any) -> Any:
-    """The same with whole gradients."""
-    if isinstance(value, dict):
-        return {key: _replaced(it, wholes) for key, it in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_replaced(it, wholes) for it in value)
-    return next(wholes) if isinstance(value, StoredGradient) else value
 
 
 def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
@@ -171,25 +166,6 @@ def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
     if not isinstance(result, Tensor) or local_part(result).untyped_storage().data_ptr() not in places:
         return result
     return StoredGradient(result, _Source(f"a parameter ({name})", lambda: result, may_change=False))
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and not isinstance(value, StoredGradient)
-    return not isinstance(value, list | tuple)
-
-
-def _unscale(
-    unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
-) -> None:
-    """Look for NaN and infinity in each gradient, and record that a scaler's scale divides it."""
-    factor = inv_scale.clone()
-    for gradient in gradients:
-        if not isinstance(gradient, StoredGradient):
-            unscaler([gradient], found_inf, inv_scale)
-            continue
-        unscaler([gradient.whole.clone()], found_inf, inv_scale)
-        gradient.source.changes.append(lambda elements: unscaler([elements], torch.zeros_like(factor), factor))
 
 
 def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:

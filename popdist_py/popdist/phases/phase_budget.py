@@ -154,7 +154,7 @@ class PhaseBudget:
 
     def _cuts(self) -> list[int]:
         """The first unit of each phase."""
-        return [0, *accumulate(len(phase) for phase in self._memory.phases)][:-1]
+        return [0, *accumulate(len(phase.units) for phase in self._memory.phases)][:-1]
 
     def _next_peak(self) -> int:
         """The most memory that the process has had since the last call."""
@@ -181,7 +181,7 @@ class PhaseBudget:
         """Seconds until now in which nothing was waited for."""
         if self._memory.device.type != "cpu":
             torch.accelerator.synchronize(self._memory.device)
-        return perf_counter() - self._memory.waited_seconds
+        return perf_counter() - self._memory.mover.waited_seconds
 
     def _cost(self, unit: Unit) -> UnitCost:
         """What ``unit`` takes; weights that others have, too, are updated with the first one."""
@@ -205,8 +205,8 @@ class PhaseBudget:
         modules = [self._memory.layers.units[index] for index in order]
         units = [self._cost(unit) for unit in modules]
         speed = StoreSpeed(
-            read_bytes_per_second=self._memory.bytes_per_second("read"),
-            write_bytes_per_second=self._memory.bytes_per_second("write"),
+            read_bytes_per_second=self._memory.mover.bytes_per_second("read"),
+            write_bytes_per_second=self._memory.mover.bytes_per_second("write"),
         )
         if self.limit_bytes is None:
             plan = plan_with(units, self._cuts(), speed, self._loop)

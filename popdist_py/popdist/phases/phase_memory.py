@@ -5,49 +5,49 @@ optimizer's state of those that this instance updates, and room for a partial su
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import inf
 from time import perf_counter
-from typing import Literal, Self, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from popdist.phases.phase_store import StoredTensors
 from popdist.phases.phased_layers import PhasedLayers, PhasePiece, make_absent, set_data
-from popdist.phases.store_file import Ready, Region, StoreFile, make_buffer, recorded
+from popdist.phases.store_file import Region, StoreFile, make_buffer, recorded
 from popdist.phases.used_memory import give_back_memory
 
 What: TypeAlias = Literal["weights", "state", "sum"]
 
-Place: TypeAlias = tuple[What, int]
-"""What may be in memory: the weights of a piece, the optimizer's state of it, or a sum of its gradients."""
 
-RESIDENT = -1
-"""The number of the phase that never leaves: the weights that no unit has by itself."""
+class MemoryPlace(NamedTuple):
+    """Where in memory the weights of a piece are, or the optimizer's state of it, or a sum of its gradients."""
+
+    what: What
+    piece: int
+
+
+Wanted: TypeAlias = Mapping[MemoryPlace, StoredTensors]
+"""What shall be in each place."""
+
+Direction: TypeAlias = Literal["read", "write"]
+
+Move: TypeAlias = tuple[StoreFile, int, Tensor]
+"""Bytes of a file from a place on, and the memory that they are read into or written from."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Address:
-    """Where tensors of one piece wait in a file, by name, and lie together in one place of the memory."""
+class Phase:
+    """Units whose weights are in memory together, and the pieces that they use.
 
-    place: Place
-    stored: StoredTensors
-    offsets: dict[str, int]  # of each tensor in the place
-    num_bytes: int
+    The resident phase has no units: its weights, which no unit has by itself, never leave.
+    """
 
-    @classmethod
-    def of(cls, place: Place, stored: StoredTensors, names: Sequence[str]) -> Self:
-        """Return the address of the tensors ``names`` of ``stored``."""
-        ends = [0, *accumulate(stored.regions[name].length for name in names)]
-        return cls(place=place, stored=stored, offsets=dict(zip(names, ends, strict=False)), num_bytes=ends[-1])
-
-    def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return the tensors by name, in the ``memory`` of their place."""
-        return {name: self.stored.forms[name].view(memory[begin:]) for name, begin in self.offsets.items()}
+    units: tuple[int, ...]
+    pieces: tuple[PhasePiece, ...]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,17 +55,62 @@ class _Slot:
     """Memory that holds a phase."""
 
     memory: Tensor
-    phase: int | None = None
-    rooms: dict[Place, tuple[int, int]] = field(default_factory=dict)  # begin and end in the memory
+    phase: Phase | None = None
+    rooms: dict[MemoryPlace, tuple[int, int]] = field(default_factory=dict)  # begin and end in the memory
     # what is there, or on its way: where it was read from, and when it has come
-    present: dict[Place, tuple[Address, "Future[None] | None"]] = field(default_factory=dict)
-    unwritten: dict[tuple[Address, str], None] = field(default_factory=dict)  # names of tensors, in order
+    present: dict[MemoryPlace, tuple[StoredTensors, "Future[None] | None"]] = field(default_factory=dict)
+    unwritten: dict[tuple[MemoryPlace, StoredTensors, str], None] = field(
+        default_factory=dict
+    )  # with names, in order
     writing: "Future[None] | None" = None
 
-    def room(self, place: Place) -> Tensor:
+    def room(self, place: MemoryPlace) -> Tensor:
         """The bytes of ``place``."""
         begin, end = self.rooms[place]
         return self.memory[begin:end]
+
+
+class Mover:
+    """The thread that moves bytes between memory and the store, and how long that took.
+
+    Attributes:
+        waited_seconds: How long was waited for what was read or written.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.waited_seconds = 0.0
+        self._device = device
+        self._moved: dict[Direction, tuple[int, float]] = {}  # bytes, and seconds that they took
+        self._thread = ThreadPoolExecutor(1, "popdist-phases")
+        self.close = weakref.finalize(self, self._thread.shutdown, wait=True)
+
+    def start(self, direction: Direction, moves: Sequence[Move]) -> "Future[None]":
+        """Begin to read or write, when all has happened that this thread has asked of the device."""
+        ready = recorded(self._device)
+
+        def move() -> None:
+            start = perf_counter()
+            transfers = [getattr(file, direction)(place, memory, ready) for file, place, memory in moves]
+            for transfer in transfers:
+                transfer.wait()
+            num_bytes, seconds = self._moved.get(direction, (0, 0.0))
+            num_bytes += sum(len(memory) for _, _, memory in moves)
+            self._moved[direction] = (num_bytes, seconds + perf_counter() - start)
+
+        return self._thread.submit(move)
+
+    def wait_for(self, moving: "Future[None]") -> None:
+        """Wait until a move is done; raises what has failed in it."""
+        start = perf_counter()
+        try:
+            moving.result()
+        finally:
+            self.waited_seconds += perf_counter() - start
+
+    def bytes_per_second(self, direction: Direction) -> float:
+        """How fast the store was until now; infinite if it was not asked."""
+        num_bytes, seconds = self._moved.get(direction, (0, 0.0))
+        return num_bytes / seconds if seconds else inf
 
 
 class PhaseMemory:
@@ -74,70 +119,76 @@ class PhaseMemory:
     Attributes:
         addresses: Of each place, all that may come there; the first address of weights is that of all passes.
         wanted_back: Gives what a backward pass, or one of updates, needs of a piece beside its weights.
-        phases: The units of each phase.
-        phase_of: The phase of each unit.
-        waited_seconds: How long was waited for what was read or written.
+        phases: The phases in the order of the forward pass.
+        resident: The phase that never leaves.
         phase_seconds: What each phase took in the last step, computing and waiting.
     """
 
-    wanted_back: Callable[[PhasePiece], Iterable[Address]]
-
-    def __init__(self, layers: PhasedLayers, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: PhasedLayers,
+        device: torch.device,
+        wanted_back: Callable[[PhasePiece], Wanted] = lambda _: {},
+    ) -> None:
         self.layers = layers
         self.device = device
-        self.addresses: dict[Place, list[Address]] = {}
-        self.phases: list[tuple[int, ...]] = []
-        self.phase_of: dict[int, int] = {}
-        self.waited_seconds = 0.0
+        self.mover = Mover(device)
+        self.addresses: dict[MemoryPlace, list[StoredTensors]] = {}
+        self.wanted_back = wanted_back
+        self.phases: list[Phase] = []
+        self.resident = Phase(units=(), pieces=layers.resident)
         self.phase_seconds: list[float] = []
         self._counted: float | None = None  # until when they are counted; None between steps
-        self._moved = {"read": (0, 0.0), "write": (0, 0.0)}  # bytes, and seconds that they took
         self._slots: list[_Slot] = []
-        self._current: tuple[int, bool] | None = None  # the phase whose weights are bound, and whether backwards
-        self._mover = ThreadPoolExecutor(1, "popdist-phases")
-        self._end = weakref.finalize(self, self._mover.shutdown, wait=True)
+        self._current: tuple[Phase, bool] | None = None  # the phase whose weights are bound, and whether backwards
 
     def size(self, what: What, piece: int) -> int:
         """Return the bytes of a place."""
-        return max((it.num_bytes for it in self.addresses.get((what, piece), ())), default=0)
+        return max((it.num_bytes for it in self.addresses.get(MemoryPlace(what, piece), ())), default=0)
 
-    def cut(self, phases: Sequence[Sequence[int]]) -> None:
+    def cut(self, phases: Iterable[Sequence[int]]) -> None:
         """Let these be the phases: the units of each, in the order of the forward pass."""
         self.wait()
         self._unbind()
-        self.phases = [tuple(it) for it in phases]
-        self.phase_of = {unit: number for number, units in enumerate(self.phases) for unit in units}
+        self.phases = [
+            Phase(
+                units=(*units,), pieces=tuple(it for it in self.layers.pieces if not {*units}.isdisjoint(it.units))
+            )
+            for units in phases
+        ]
+        self.place_anew()
+
+    def place_anew(self) -> None:
+        """Make slots for the phases and all addresses that there are now."""
+        self.wait()
+        self._unbind()
         self._slots = []
         give_back_memory(self.device)  # the slots that were there before
-        sizes = [self._rooms(number)[1] for number in range(len(self.phases))]
+        sizes = [self._rooms(phase)[1] for phase in self.phases]
         most = [max(part) for part in (sizes[::2], sizes[1::2]) if part]
-        most += [self._rooms(RESIDENT)[1]] if self.layers.resident else []
+        most += [self._rooms(self.resident)[1]] if self.resident.pieces else []
         self._slots = [_Slot(memory=make_buffer(num_bytes, self.device)) for num_bytes in most]
-        if self.layers.resident:
-            self._place(self._slots[-1], RESIDENT)
-            self._bring(self._slots[-1], self._wanted(RESIDENT, backward=False))
-            self._bind(self._slots[-1], RESIDENT)
+        if self.resident.pieces:
+            self._place(self._slots[-1], self.resident)
+            self._bring(self._slots[-1], self._wanted(self.resident, backward=False))
+            self._bind(self._slots[-1])
 
-    def pieces_of(self, phase: int) -> list[PhasePiece]:
-        """The pieces that the units of a phase use."""
-        if phase == RESIDENT:
-            return [*self.layers.resident]
-        units = set(self.phases[phase])
-        return [piece for piece in self.layers.pieces if not units.isdisjoint(piece.units)]
+    def phase_of(self, unit: int) -> Phase:
+        """The phase of a unit."""
+        return next(phase for phase in self.phases if unit in phase.units)
 
-    def last_phase(self, piece: PhasePiece) -> int:
+    def last_phase(self, piece: PhasePiece) -> Phase:
         """The phase in whose backward pass the gradient of ``piece`` is complete."""
-        return min((self.phase_of[unit] for unit in piece.units), default=RESIDENT)
+        return next((phase for phase in self.phases if piece in phase.pieces), self.resident)
 
-    def _rooms(self, phase: int) -> tuple[dict[Place, tuple[int, int]], int]:
+    def _rooms(self, phase: Phase) -> tuple[dict[MemoryPlace, tuple[int, int]], int]:
         """Where in a slot each place of ``phase`` is, and the bytes of all."""
-        pieces, position = self.pieces_of(phase), 0
-        rooms: dict[Place, tuple[int, int]] = {}
+        rooms, position = dict[MemoryPlace, tuple[int, int]](), 0
         whats: tuple[What, ...] = ("weights", "state", "sum")
         for what in whats:
-            for piece in pieces:
-                place = (what, piece.index)
-                if place in self.addresses and (what == "weights" or self.last_phase(piece) == phase):
+            for piece in phase.pieces:
+                place = MemoryPlace(what, piece.index)
+                if place in self.addresses and (what == "weights" or self.last_phase(piece) is phase):
                     rooms[place] = (position, position + self.size(*place))
                     position += self.size(*place)
         return rooms, position
@@ -155,58 +206,59 @@ class PhaseMemory:
         """Add the time until now to that of the phase in memory."""
         if self._counted is not None and self._current is not None:
             now = perf_counter()
-            self.phase_seconds[self._current[0]] += now - self._counted
+            self.phase_seconds[self.phases.index(self._current[0])] += now - self._counted
             self._counted = now
 
-    def enter(self, phase: int, *, backward: bool, will_return: bool = False) -> None:
+    def enter(self, phase: Phase, *, backward: bool, will_return: bool = False) -> None:
         """Have ``phase`` in memory, and begin to read the one that comes behind it.
 
         ``will_return`` says that a backward pass will follow this forward pass.
         """
-        if phase == RESIDENT or (phase, backward) == self._current:
+        if phase is self.resident or (phase, backward) == self._current:
             return
         slot, wanted = self._slot_for(phase), self._wanted(phase, backward=backward)
         self._count()
-        is_bound = self._current is not None and self._current[0] == phase
+        is_bound = self._current is not None and self._current[0] is phase
         if not is_bound:
             self._unbind()
         self._request(slot, wanted)
         self._read_ahead(phase, backward=backward, will_return=will_return)
         self._bring(slot, wanted)
         if not is_bound:
-            self._bind(slot, phase)
+            self._bind(slot)
         self._current = (phase, backward)
 
-    def _read_ahead(self, phase: int, *, backward: bool, will_return: bool) -> None:
+    def _read_ahead(self, phase: Phase, *, backward: bool, will_return: bool) -> None:
         """Begin to read what comes behind ``phase``; where a pass turns, the phase before it stays."""
-        following = phase + (-1 if backward else 1)
-        if 0 <= following < len(self.phases):
-            self._request(self._slot_for(following), self._wanted(following, backward=backward))
-        elif will_return and not backward:
-            for number in (phase, phase - 1):
-                if (slot := self._slot_of(number)) is not None and number >= 0:
-                    self._request(slot, self._wanted(number, backward=True))
+        number = self.phases.index(phase)
+        following = self.phases[:number][-1:] if backward else self.phases[number + 1 :][:1]
+        for it in following:
+            self._request(self._slot_for(it), self._wanted(it, backward=backward))
+        if not following and will_return and not backward:
+            for it in (phase, *self.phases[:number][-1:]):
+                if (slot := self._slot_of(it)) is not None:
+                    self._request(slot, self._wanted(it, backward=True))
 
-    def _slot_of(self, phase: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.phase == phase), None)
+    def _slot_of(self, phase: Phase) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.phase is phase), None)
 
-    def _slot_for(self, phase: int) -> _Slot:
+    def _slot_for(self, phase: Phase) -> _Slot:
         """The slot that holds ``phase``, from now on if none did."""
         slot = self._slot_of(phase)
         if slot is None:
-            slot = self._slots[phase % 2]
+            slot = self._slots[self.phases.index(phase) % 2]
             self._place(slot, phase)
         return slot
 
-    def _wanted(self, phase: int, *, backward: bool) -> list[Address]:
+    def _wanted(self, phase: Phase, *, backward: bool) -> Wanted:
         """What a pass reads: the weights, and backwards what is used when gradients are complete."""
-        pieces = self.pieces_of(phase)
-        wanted = [self.addresses["weights", piece.index][0] for piece in pieces]
-        for piece in pieces if backward else ():
-            wanted += self.wanted_back(piece) if self.last_phase(piece) == phase else ()
+        places = [MemoryPlace("weights", piece.index) for piece in phase.pieces]
+        wanted = {place: self.addresses[place][0] for place in places}
+        for piece in phase.pieces if backward else ():
+            wanted |= self.wanted_back(piece) if self.last_phase(piece) is phase else {}
         return wanted
 
-    def _place(self, slot: _Slot, phase: int) -> None:
+    def _place(self, slot: _Slot, phase: Phase) -> None:
         """Let ``slot`` hold ``phase``, whose tensors are read when all of the phase before is written."""
         self._write(slot)
         slot.phase = phase
@@ -216,68 +268,64 @@ class PhaseMemory:
     def _write(self, slot: _Slot) -> None:
         """Begin to write what was changed in ``slot``."""
         if slot.unwritten:
-            moves, ready = _joined(slot, slot.unwritten), recorded(self.device)
-            slot.writing = self._mover.submit(self._move, "write", moves, ready)
+            slot.writing = self.mover.start("write", _joined(slot, slot.unwritten))
             slot.unwritten = {}
 
-    def _request(self, slot: _Slot, wanted: Iterable[Address]) -> None:
+    def _request(self, slot: _Slot, wanted: Wanted) -> None:
         """Begin to read what is not there yet."""
-        lacking = [it for it in wanted if it.place not in slot.present or slot.present[it.place][0] is not it]
+        lacking = {place: it for place, it in wanted.items() if slot.present.get(place, (None,))[0] is not it}
         if not lacking:
             return
         self._write(slot)
-        parts = [(address, name) for address in lacking for name in address.offsets]
-        moves, ready = _joined(slot, parts), recorded(self.device)
-        reading = self._mover.submit(self._move, "read", moves, ready)
-        slot.present |= {address.place: (address, reading) for address in lacking}
+        parts = [(place, it, name) for place, it in lacking.items() for name in it.offsets]
+        reading = self.mover.start("read", _joined(slot, parts))
+        slot.present |= {place: (it, reading) for place, it in lacking.items()}
 
-    def _bring(self, slot: _Slot, wanted: Sequence[Address]) -> None:
+    def _bring(self, slot: _Slot, wanted: Wanted) -> None:
         """Read what is not there yet, and wait until all of it is there."""
         self._request(slot, wanted)
-        for address in wanted:
-            _, reading = slot.present[address.place]
+        for place, address in wanted.items():
+            _, reading = slot.present[place]
             if reading is not None:
                 try:
-                    self._wait_for(reading)
+                    self.mover.wait_for(reading)
                 except BaseException:
                     slot.present.clear()
                     raise
-                slot.present[address.place] = (address, None)
+                slot.present[place] = (address, None)
 
-    def _home(self, place: Place) -> _Slot:
+    def _home(self, place: MemoryPlace) -> _Slot:
         """The slot that computes with ``place``."""
-        is_resident = not self.layers.pieces[place[1]].units
-        phase = RESIDENT if is_resident or self._current is None else self._current[0]
-        return next(slot for slot in self._slots if slot.phase == phase)
+        is_resident = self.layers.pieces[place.piece] in self.resident.pieces or self._current is None
+        phase = self.resident if is_resident or self._current is None else self._current[0]
+        return next(slot for slot in self._slots if slot.phase is phase)
 
-    def is_room(self, place: Place, value: Tensor) -> bool:
+    def is_room(self, place: MemoryPlace, value: Tensor) -> bool:
         """Whether ``value`` begins where ``place`` does in the phase that computes."""
         return place in self.addresses and self._home(place).room(place).data_ptr() == value.data_ptr()
 
-    def load(self, address: Address) -> Tensor:
-        """Return the place of ``address``, which may be written, with what is in the store; waits for that."""
-        self._bring(self._home(address.place), [address])
-        return self.room(address.place)
+    def load(self, place: MemoryPlace, address: StoredTensors) -> Tensor:
+        """Return ``place``, which may be written, with what is in the store at ``address``; waits for that."""
+        self._bring(self._home(place), {place: address})
+        return self.room(place)
 
-    def room(self, place: Place) -> Tensor:
+    def room(self, place: MemoryPlace) -> Tensor:
         """Return the bytes of ``place``, of which nothing is on its way: they may be written."""
         slot = self._home(place)
-        if slot.writing is not None:
-            self._wait_for(slot.writing)
-            slot.writing = None
+        self._wait_for_writing(slot)
         _, reading = slot.present.pop(place, (None, None))
         if reading is not None:
-            self._wait_for(reading)
+            self.mover.wait_for(reading)
         return slot.room(place)
 
-    def write_behind(self, address: Address, names: Iterable[str] | None = None) -> None:
-        """Note that the tensors at ``address``, or some of them, have changed in their place."""
-        home = self._home(address.place)
-        home.present[address.place] = (address, None)
-        home.unwritten |= {(address, name): None for name in (address.offsets if names is None else names)}
+    def write_behind(self, place: MemoryPlace, address: StoredTensors, names: Iterable[str] | None = None) -> None:
+        """Note that the tensors of ``address``, or some of them, have changed in ``place``."""
+        home = self._home(place)
+        home.present[place] = (address, None)
+        home.unwritten |= {(place, address, name): None for name in (address.offsets if names is None else names)}
         for slot in self._slots:
             if slot is not home:
-                slot.present.pop(address.place, None)
+                slot.present.pop(place, None)
 
     def begin_writing(self) -> None:
         """Begin to write all that has changed."""
@@ -288,52 +336,33 @@ class PhaseMemory:
         """Wait until all that has changed is written."""
         self.begin_writing()
         for slot in self._slots:
-            if slot.writing is not None:
-                writing, slot.writing = slot.writing, None
-                self._wait_for(writing)
+            self._wait_for_writing(slot)
 
-    def _wait_for(self, moving: "Future[None]") -> None:
-        start = perf_counter()
-        try:
-            moving.result()
-        finally:
-            self.waited_seconds += perf_counter() - start
-
-    def _move(self, kind: Literal["read", "write"], moves: "Sequence[Move]", ready: Ready) -> None:
-        """Read or write, one after another in a thread, and note how fast that was."""
-        start = perf_counter()
-        transfers = [getattr(file, kind)(place, memory, ready) for file, place, memory in moves]
-        for transfer in transfers:
-            transfer.wait()
-        num_bytes, seconds = self._moved[kind]
-        num_bytes += sum(len(memory) for _, _, memory in moves)
-        self._moved[kind] = (num_bytes, seconds + perf_counter() - start)
-
-    def bytes_per_second(self, kind: Literal["read", "write"]) -> float:
-        """How fast the store was until now; infinite if it was not asked."""
-        num_bytes, seconds = self._moved[kind]
-        return num_bytes / seconds if seconds else inf
+    def _wait_for_writing(self, slot: _Slot) -> None:
+        writing, slot.writing = slot.writing, None
+        if writing is not None:
+            self.mover.wait_for(writing)
 
     def forget(self, what: What, pieces: Iterable[PhasePiece]) -> None:
         """Read the places of ``pieces`` anew when they are needed next: another instance has written them."""
         for piece in pieces:
             for slot in self._slots:
-                slot.present.pop((what, piece.index), None)
+                slot.present.pop(MemoryPlace(what, piece.index), None)
         self._unbind()
-        if self.layers.resident:
-            self._bring(self._slots[-1], self._wanted(RESIDENT, backward=False))
+        if self.resident.pieces:
+            self._bring(self._slots[-1], self._wanted(self.resident, backward=False))
 
-    def _bind(self, slot: _Slot, phase: int) -> None:
-        """Let the weights of ``phase`` be in ``slot``."""
-        for piece in self.pieces_of(phase):
-            place: Place = ("weights", piece.index)
+    def _bind(self, slot: _Slot) -> None:
+        """Let the weights of the phase in ``slot`` be there."""
+        for piece in () if slot.phase is None else slot.phase.pieces:
+            place = MemoryPlace("weights", piece.index)
             views = self.addresses[place][0].views(slot.room(place))
             for name, parameter in piece.named:
                 set_data(parameter, views[name])
 
     def _unbind(self) -> None:
         """Take the memory of the weights of the current phase away."""
-        for piece in [] if self._current is None else self.pieces_of(self._current[0]):
+        for piece in () if self._current is None else self._current[0].pieces:
             for parameter in piece.parameters:
                 make_absent(parameter, self.device)
         self._current = None
@@ -341,19 +370,15 @@ class PhaseMemory:
     def close(self) -> None:
         """End the thread; what was not written is lost."""
         self._unbind()
-        self._end()
+        self.mover.close()
 
 
-Move = tuple[StoreFile, int, Tensor]
-"""Bytes of a file from a place on, and the memory that they are read into or written from."""
-
-
-def _joined(slot: _Slot, parts: Iterable[tuple[Address, str]]) -> list[Move]:
+def _joined(slot: _Slot, parts: Iterable[tuple[MemoryPlace, StoredTensors, str]]) -> list[Move]:
     """What is to be moved, where neighbours in the file and in memory are moved together."""
     found: list[tuple[StoreFile, Region, int]] = []
     wanted = [
-        (address.stored.file, address.stored.regions[name], slot.rooms[address.place][0] + address.offsets[name])
-        for address, name in parts
+        (address.file, address.regions[name], slot.rooms[place][0] + address.offsets[name])
+        for place, address, name in parts
     ]
     for file, region, begin in sorted(wanted, key=lambda part: (id(part[0]), part[1].start)):
         if found and found[-1][0] is file:

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, Self
 
@@ -38,11 +40,30 @@ _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTensors:
-    """Tensors in one file of a store, by name."""
+    """Tensors in one file of a store, by name; when they are in memory, they lie together in one place."""
 
     file: StoreFile
     regions: dict[str, Region]
     forms: Mapping[str, TensorForm]
+
+    def part(self, names: Iterable[str]) -> "StoredTensors":
+        """Return the tensors ``names`` of these."""
+        return StoredTensors(file=self.file, regions={it: self.regions[it] for it in names}, forms=self.forms)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each tensor begins in the place."""
+        ends = accumulate((it.length for it in self.regions.values()), initial=0)
+        return dict(zip(self.regions, ends, strict=False))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the place."""
+        return sum(it.length for it in self.regions.values())
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the tensors by name, in the ``memory`` of their place."""
+        return {name: self.forms[name].view(memory[begin:]) for name, begin in self.offsets.items()}
 
     def mapped(self, name: str) -> Tensor:
         """A tensor as it is in the file."""

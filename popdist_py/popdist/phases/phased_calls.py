@@ -202,11 +202,8 @@ class _Call:
         self._has_run = False
         self._digest: str | None = None
         self._state = LayerState(owner.unit.module)
-        device = owner.run.device
-        self._devices = [] if device.type == "cpu" else [device]
+        device = owner.run.store.device
         self._micro_batch: object = None
-        self._torch_state = torch.get_rng_state()
-        self._device_states = [torch.get_device_module(it).get_rng_state(it) for it in self._devices]
         self._autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
@@ -323,7 +320,7 @@ class _Call:
         calls.check(self.unit, self._micro_batch)
         found: dict[int, Tensor] = {}
         with self.run.running(self.unit, backward=True):
-            with self._as_first(), self._casting(is_first=False):
+            with self._state.restored(), self._casting(is_first=False):
                 entered = self._entered(tensors, lambda place: partial(found.__setitem__, place))
                 results: list[Tensor] = []
                 _take_out(self._compute(entered), results)
@@ -373,16 +370,6 @@ class _Call:
                     node = _cast_node(parameter)
                     if node is not None:
                         node.register_prehook(partial(calls.add_cast, piece, parameter, self._cache))
-
-    @contextmanager
-    def _as_first(self) -> Iterator[None]:
-        """With the states of generators, and the buffers, of the forward pass."""
-        kind = self.run.device.type
-        with torch.random.fork_rng(self._devices, device_type=kind), self._state.restored():
-            torch.set_rng_state(self._torch_state)
-            for device, state in zip(self._devices, self._device_states, strict=True):
-                torch.get_device_module(device).set_rng_state(state, device)
-            yield
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -14,7 +14,6 @@ from popdist.data.shard_randomness import give_parts_numbers
 from popdist.errors import WeightsError, name_first, whole_number
 from popdist.exchange.groups import Group
 from popdist.gradients.buffers import check_buffers
-from popdist.gradients.step_headers import MeanOrSum
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.local_tensors import TensorForm, is_distributed, local_part, part_itself, placed_as
 from popdist.job import context
@@ -28,8 +27,6 @@ from popdist.phases.phased_step import PhasedSteps
 from popdist.phases.phased_weights import Initialize, move_buffers, unit_weights
 from popdist.phases.used_memory import give_back_memory
 from popdist.step.training.ddp_answers import refuse_module
-from popdist.step.training.micro_batches import Nest, Split
-from popdist.step.training.model_steps import WholeStep
 from popdist.step.training.wrapping_model import WrappingModel
 
 _REFUSED: Final = {
@@ -96,7 +93,7 @@ def phased(  # noqa: PLR0913 - what a model can be told
     run = _stored(module, store, layers, layout, initialize, weights)
     run.budget.limit_bytes = limit_bytes
     run.cut(num_phases or len(run.layers.units))
-    give_back_memory(run.device)
+    give_back_memory(run.store.device)
     install(run)
     return PhasedModel(PhasedSteps(module, layout, seed=seed, run=run))
 
@@ -144,20 +141,6 @@ class PhasedModel(WrappingModel):
         if self.phased_steps.layout.num_replicas > 1:
             return self.phased_steps.forward(partial(self.module, *args, **kwargs))
         return self.module(*args, **kwargs)
-
-    def micro_batches(
-        self,
-        batch: Nest,
-        accumulation: int = 1,
-        *,
-        reduction: MeanOrSum = "mean",
-        weights: Sequence[float] | None = None,
-        split: Split | None = None,
-    ) -> Iterator[Nest]:
-        """Split this instance's combined batch into its replicas' micro batches: as ``ReplicatedModel``."""
-        return self.phased_steps.micro_batches(
-            WholeStep(batch, accumulation, reduction, weights, split, add=False)
-        )
 
     def __reduce__(self) -> NoReturn:
         raise WeightsError(

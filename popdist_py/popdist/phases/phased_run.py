@@ -1,10 +1,10 @@
 """Passes of a phased model on this instance: which weights come when, and where the optimizer's state lies."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -14,7 +14,7 @@ from popdist.exchange.groups import Group
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.local_tensors import TensorForm
 from popdist.phases.phase_budget import PhaseBudget
-from popdist.phases.phase_memory import Address, PhaseMemory
+from popdist.phases.phase_memory import PhaseMemory, MemoryPlace, Wanted
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, is_written, written_error
 from popdist.phases.phased_sums import InstanceSums
@@ -27,6 +27,16 @@ Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
 """Updates a parameter by its gradient, with the memory of the optimizer's state for it."""
 
 
+class StepGradientUse(Protocol):
+    """How one step uses its gradients in the backward pass."""
+
+    def wanted_back(self, piece: PhasePiece) -> Wanted:
+        """Return what a backward pass, or one of updates, needs of ``piece`` beside its weights."""
+
+    def use_complete(self, pieces: Iterable[PhasePiece]) -> None:
+        """Use the gradients of ``pieces``, which are complete in the micro batch that runs."""
+
+
 class PhasedRun:
     """The passes of one model, of which one step at a time is trained.
 
@@ -34,18 +44,15 @@ class PhasedRun:
         names: The name of each weight, by its identity.
         owned: The names of the weights that this instance updates.
         optimizer: The model's optimizer, if there was one.
-        take_gradients: Takes the gradients of pieces, which are complete in the micro batch that runs.
+        gradients: Those of the step that runs or ran last.
         order: The indices of the units, as the first forward pass called them here.
         agreed_order: The same of the first instance that has called units; None before the first step.
     """
 
-    take_gradients: Callable[[list[PhasePiece]], object]
-
     def __init__(self, layers: PhasedLayers, store: PhaseStore, group: Group, layout: ReplicaLayout) -> None:
         self.layers = layers
         self.store = store
-        self.memory = PhaseMemory(layers, store.device)
-        self.device = self.memory.device
+        self.memory = PhaseMemory(layers, store.device, self._wanted_back)
         self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
         sizes = [{name: store.weights.regions[name].num_bytes for name in it.names} for it in layers.pieces]
         owners = deal(sizes, store.host_size)
@@ -56,9 +63,12 @@ class PhasedRun:
         self.agreed_order: list[int] | None = None
         self.calls = CallCounts()
         self.sums = InstanceSums(group, layout)
+        self.gradients: StepGradientUse | None = None
         for piece in layers.pieces:
-            address = Address.of(("weights", piece.index), store.weights, piece.names)
-            self.memory.addresses[address.place] = [address]
+            self.memory.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.names)]
+
+    def _wanted_back(self, piece: PhasePiece) -> Wanted:
+        return {} if self.gradients is None else self.gradients.wanted_back(piece)
 
     def cut(self, num_phases: int) -> None:
         """Have so many phases of about equal bytes, or as many as there are layers."""
@@ -82,11 +92,13 @@ class PhasedRun:
         """Have the weights of ``unit`` in memory until another unit needs its place."""
         self.store.check_open()
         returns = self.calls.micro_batch is not None
-        self.memory.enter(self.memory.phase_of[unit.index], backward=backward, will_return=returns)
+        self.memory.enter(self.memory.phase_of(unit.index), backward=backward, will_return=returns)
 
     def end_call(self, unit: Unit, cache: object) -> None:
-        """Take the gradients that are complete now."""
-        self.take_gradients(self.calls.end(unit, cache))
+        """Use the gradients that are complete now."""
+        complete = self.calls.end(unit, cache)
+        if self.gradients is not None:
+            self.gradients.use_complete(complete)
 
     def check_unwritten(self) -> None:
         """Check that nobody but the optimizer has written weights."""
@@ -120,10 +132,9 @@ class PhasedRun:
                 own[piece.index] += found if name in self.owned else ()
         stored = self.store.add("state", forms)
         for index, names in own.items():
-            address = Address.of(("state", index), stored, names)
-            self.memory.addresses[address.place] = [address]
+            self.memory.addresses[MemoryPlace("state", index)] = [stored.part(names)]
         self.optimizer = weakref.ref(optimizer)
-        self.memory.cut(self.memory.phases)
+        self.memory.place_anew()
 
     def form_of(self, parameter: Parameter) -> TensorForm:
         """The form of a weight, or of the part of it that is here."""

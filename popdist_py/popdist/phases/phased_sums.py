@@ -6,7 +6,6 @@ stack, of which each micro batch takes some from the top.
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.errors import CollectiveError, MicroBatchError, PopdistError
-from popdist.exchange.groups import Group, wait_for_first_error
+from popdist.exchange.groups import Group
 from popdist.gradients.flat_buffers import (
     FlatGradient,
     FlatTensors,
@@ -25,15 +23,12 @@ from popdist.gradients.flat_buffers import (
     nodes_of,
     scale_flat,
 )
-from popdist.gradients.reduction import ABANDON_SECONDS
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.tree import TreeSum
-from popdist.phases.phase_memory import Address, PhaseMemory
+from popdist.phases.phase_memory import PhaseMemory, MemoryPlace, Wanted
+from popdist.phases.phase_store import StoredTensors
 
 _LINE_BYTES: Final = 64
-
-_TEXT: Final = "phased(), gradients of layers"
-_GOES_ON, _LEFT = 0, 1
 
 _CHUNKS: Final = (1 << 12, 1 << 16, 1 << 20)
 """Lengths of what the instances add at once: memory that they share is of one of these sizes."""
@@ -127,49 +122,6 @@ class PieceGradient:
         self.layout.set_gradients(self.gradient(memory), used)
 
 
-class GradientBarrier:
-    """The places of one step at which all instances wait for each other, to add gradients that are complete."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._number = 0
-        self._is_lost = False  # whether all instances know that there is no gradient
-
-    def wait_for_others(self, words: Sequence[int] = ()) -> list[list[int]]:
-        """Wait until all instances are here, or raise what one of them has left; gives the words of each."""
-        if len(self._group.instances) == 1:
-            return [[*words]]
-        try:
-            numbers = self._group.start(_TEXT, [_GOES_ON, self._number, *words]).wait()
-        except CollectiveError:
-            self._is_lost = True
-            raise
-        if left := [it for it, (state, *_) in zip(self._group.instances, numbers, strict=True) if state == _LEFT]:
-            self._is_lost = True
-            wait_for_first_error()
-            raise MicroBatchError(
-                f"{self._group.name(left)} left the micro_batches loop before its end (by break, return or an "
-                "exception), so this step has no gradient on any instance"
-            )
-        if len({number for _, number, *_ in numbers}) > 1:
-            self._is_lost = True
-            raise CollectiveError("the instances add the gradients of different layers: their models differ")
-        self._number += 1
-        return [found[2:] for found in numbers]
-
-    def abandon(self, wait: Callable[[float], object]) -> bool:
-        """Say to the others that there will be no gradient; whether they know, as they wait for it. Never raises.
-
-        ``wait`` waits, so many seconds at most, until all have begun the step.
-        """
-        if len(self._group.instances) > 1 and not self._is_lost:
-            with suppress(PopdistError):
-                wait(ABANDON_SECONDS)
-                self._group.start(_TEXT, [_LEFT, self._number]).wait(ABANDON_SECONDS)
-            self._is_lost = True
-        return self._is_lost
-
-
 class InstanceSums:
     """The sum over the instances of what each has added of the tree, in pieces of a bounded size."""
 
@@ -208,27 +160,27 @@ class PieceSum:
         self,
         gradient: PieceGradient,
         merges: Sequence[int],
-        weights: Sequence[float],
-        scale: Callable[[], float],
-        planes: Sequence[Address],
+        times: Callable[[int], float],
+        place: MemoryPlace,
+        planes: Sequence[StoredTensors],
         memory: PhaseMemory,
     ) -> None:
-        """``planes`` are where sums wait; ``scale`` gives the divisor of ``weights``, those of micro batches."""
+        """``planes`` are where sums wait that come to ``place``; ``times`` gives the factor of a micro batch."""
         self.gradient = gradient
         self._merges = merges
-        self._weights = weights
-        self._scale = scale
+        self._times = times
+        self._place = place
         self._planes = planes
         self._memory = memory
         self._waiting: list[bool] = []  # False for zeros
         self._position = 0
 
-    def awaited(self, number: int) -> Sequence[Address]:
-        """Return where the sum lies that is needed first when micro batch ``number`` is added, if there is one."""
+    def awaited(self, number: int) -> Wanted:
+        """Return the sum that is needed first when micro batch ``number`` is added, if there is one."""
         is_needed = self._waiting and self._waiting[-1] and self._merges[number]
-        return self._planes[len(self._waiting) - 1 : len(self._waiting)] if is_needed else ()
+        return {self._place: self._planes[len(self._waiting) - 1]} if is_needed else {}
 
-    def push(self, number: int, stop: int) -> Tensor | None:
+    def push(self, number: int | None, stop: int) -> Tensor | None:
         """Add what micro batch ``number`` has left in ``.grad``, and zeros for all others before ``stop``.
 
         Gives the newest sum, and None for zeros.
@@ -236,18 +188,18 @@ class PieceSum:
         value: Tensor | None = None
         for position in range(self._position, stop):
             value = self._added(position, has_gradient=position == number)
-            if position + 1 < len(self._weights):
+            if position + 1 < len(self._merges):
                 self._put_aside(value)
         self._position = stop
         return value
 
-    def total(self, number: int) -> list[Tensor]:
+    def total(self, number: int | None) -> list[Tensor]:
         """What this instance has added, ``number`` being its last micro batch with samples: nodes of the tree."""
-        value = self.push(number, len(self._weights))
+        value = self.push(number, len(self._merges))
         found: list[Tensor | None] = []
         for plane, is_there in enumerate(self._waiting):
             value = self._own_copy(value)
-            found.append(self._memory.load(self._planes[plane]).clone() if is_there else None)
+            found.append(self._memory.load(self._place, self._planes[plane]).clone() if is_there else None)
         self._waiting = []
         return [self.gradient.make(zeros=True) if it is None else it for it in (*found, value)]
 
@@ -255,17 +207,17 @@ class PieceSum:
         """The sum that a micro batch completes, in memory; None for zeros."""
         gradient, merges = self.gradient, self._merges[position]
         value: Tensor | None = None
-        weight = self._weights[position] if has_gradient else 0.0
-        if weight and gradient.is_there:
-            is_new = not merges and position + 1 < len(self._weights)
-            value = self._memory.room(self._planes[0].place) if is_new else gradient.make()
-            gradient.move_in(value, weight / self._scale())
+        times = self._times(position) if has_gradient else 0.0
+        if times and gradient.is_there:
+            is_new = not merges and position + 1 < len(self._merges)
+            value = self._memory.room(self._place) if is_new else gradient.make()
+            gradient.move_in(value, times)
         if has_gradient:
             gradient.layout.clear()
         for _ in range(merges):
             if self._waiting.pop():
                 value = self._own_copy(value)
-                held = self._memory.load(self._planes[len(self._waiting)])
+                held = self._memory.load(self._place, self._planes[len(self._waiting)])
                 gradient.add(held, value)
                 value = held
             elif value is not None:
@@ -273,7 +225,7 @@ class PieceSum:
         return value
 
     def _is_in_room(self, value: Tensor) -> bool:
-        return bool(self._planes) and self._memory.is_room(self._planes[0].place, value)
+        return bool(self._planes) and self._memory.is_room(self._place, value)
 
     def _own_copy(self, value: Tensor | None) -> Tensor | None:
         """``value``, or a copy if it lies where the next sum is read."""
@@ -282,8 +234,7 @@ class PieceSum:
     def _put_aside(self, value: Tensor | None) -> None:
         """Let a sum wait, None for zeros."""
         if value is not None:
-            plane = self._planes[len(self._waiting)]
             if not self._is_in_room(value):
-                self._memory.room(plane.place)[: len(value)].copy_(value)
-            self._memory.write_behind(plane)
+                self._memory.room(self._place)[: len(value)].copy_(value)
+            self._memory.write_behind(self._place, self._planes[len(self._waiting)])
         self._waiting.append(value is not None)

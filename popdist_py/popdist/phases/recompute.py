@@ -211,7 +211,7 @@ def digest_of_tensors(results: Iterable[Tensor]) -> str:
 
 
 class LayerState:
-    """What a layer's forward pass reads beside its inputs, and torch's checkpoint does not put back."""
+    """What a layer's forward pass reads beside its inputs: buffers, and the states of generators."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._places = [(owner, key) for owner in layer.modules() for key, _ in owner.named_buffers(recurse=False)]
@@ -221,13 +221,14 @@ class LayerState:
         self._devices = {it.device for it in tensors} - {torch.device("cpu"), torch.device("meta")}
         self._python: Any = None
         self._numpy: Any = None
+        self._torch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._of_devices: dict[torch.device, Tensor] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Keep the states of generators, and the buffers that the forward pass within writes."""
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
-        self._of_devices = self._states_of_devices()
+        self._torch, self._of_devices = torch.get_rng_state(), self._states_of_devices()
         before = [
             (owner, key, it := getattr(owner, key), it.detach().clone(), num_writes(it))
             for owner, key in self._places
@@ -244,9 +245,10 @@ class LayerState:
     def restored(self) -> Iterator[None]:
         """Put back what was kept, and afterwards what was there."""
         python, numpy = random.getstate(), np.random.get_state(legacy=False)
-        of_devices = self._states_of_devices()
+        now_of_torch, of_devices = torch.get_rng_state(), self._states_of_devices()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
         _put_in(self._of_devices)
         now = [(owner, key, getattr(owner, key)) for owner, key, _ in self._starts]
         for owner, key, start in self._starts:
@@ -258,6 +260,7 @@ class LayerState:
                 setattr(owner, key, tensor)
             random.setstate(python)
             np.random.set_state(numpy)
+            torch.set_rng_state(now_of_torch)
             _put_in(of_devices)
 
     def _states_of_devices(self) -> dict[torch.device, Tensor]:

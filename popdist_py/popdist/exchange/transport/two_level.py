@@ -76,7 +76,12 @@ class WaitingPeers:
 
 
 class TwoLevelReduction:
-    """Reductions over all members; every member makes the same calls in the same order."""
+    """Reductions over all members; every member makes the same calls in the same order.
+
+    Attributes:
+        places: For each node the peer that brings it, and which of the peer's rows it is.
+        pairs: The additions of the tree, each as the places of two nodes.
+    """
 
     def __init__(
         self,
@@ -93,8 +98,8 @@ class TwoLevelReduction:
         )
         self._size = self._num_hosts * self._num_local
         self._num_rows = max(map(len, nodes))
-        self._places = [(peer, row) for peer, owned in enumerate(nodes) for row in range(len(owned))]
-        self._pairs = node_additions([node for owned in nodes for node in owned], num_items)
+        self.places = [(peer, row) for peer, owned in enumerate(nodes) for row in range(len(owned))]
+        self.pairs = node_additions([node for owned in nodes for node in owned], num_items)
 
     def all_reduce(self, rows: Sequence[Tensor], op: Op = "sum", into: Tensor | None = None) -> None:
         """Combine flat rows of all members, one for each node and used up, into ``into`` or the first."""
@@ -169,8 +174,8 @@ class TwoLevelReduction:
 
     def _combine(self, received: Tensor, step: Op) -> Tensor:
         """The peers' rows in the order of the tree, in their memory."""
-        rows = [received[place] for place in self._places]
-        total: Tensor = combine_in_place(combiner(step, received.dtype), rows, self._pairs)
+        rows = [received[place] for place in self.places]
+        total: Tensor = combine_in_place(combiner(step, received.dtype), rows, self.pairs)
         return total
 
     def _divided(self, total: Tensor, op: Op) -> Tensor:
@@ -203,59 +208,51 @@ _PAIR: Final = 2
 
 
 class BucketAllReduce:
-    """The sum of one flat buffer, made while the program computes; all instances call it in the same order."""
+    """The sum of one flat buffer, made while the program computes; all instances call it in the same order.
+
+    On CPUs it is made of messages, whose receives are posted before they are sent; with ``local_collectives`` each
+    host adds in its memory first. On GPUs it is one collective after the other.
+    """
 
     # Nobody waits in a circle: all begin their sums in one order, the channel's thread waits for its own host
     # before others, and for results only when it has added all that was sent. So who waits for a sum waits for
     # somebody who waits for an earlier one, or for nobody.
 
-    def post_receives(self) -> None:
-        """Post receives for what will come, if it goes by messages: all have agreed to send."""
-
-    def send(self, own: Sequence[Tensor]) -> None:
-        """Add ``own``, a buffer for each node of this instance, to those of the others; does not wait."""
-        raise NotImplementedError
-
-    def start_waiting(self) -> None:
-        """Have the channel's thread wait for the end of the sum; called when the last one was sent."""
-
-    def finish(self) -> None:
-        """The thread has done so, on all instances: now the sum is there."""
-
-
-class PostedSum(BucketAllReduce):
-    """The sum of a flat buffer on CPUs, of messages whose receives are posted before they are sent."""
-
     def __init__(
         self,
         channel: Channel,
-        instances: Sequence[int],
-        nodes: Sequence[Sequence[Node]],
+        nodes: Sequence[Sequence[Node]],  # those of each instance, or of each host together
         num_items: int,
-        into: Tensor,
+        into: Tensor,  # a multiple of the host's instances long
+        local_collectives: HostCollectives | None = None,  # of the program's thread
     ) -> None:
         self._channel = channel
+        self._local_collectives = local_collectives
+        rank, size = (0, 1) if local_collectives is None else (local_collectives.rank, local_collectives.size)
+        self._parts = into.chunk(size)
+        self._into = self._parts[rank]
+        instances = range(rank, size * len(nodes), size)
         self._own = instances.index(channel.instance_index)
         self._others = [(place, other) for place, other in enumerate(instances) if place != self._own]
-        self._into = into
         # Short buffers, and those of two instances, are sent whole: one round of messages in place of two.
-        self._is_whole = len(into) <= FEW or sum(map(len, nodes)) == _PAIR
-        width = -(-len(into) // len(nodes))
-        runs = [slice(k * width, (k + 1) * width) for k in range(len(nodes))]
-        self._runs = [slice(None)] * len(nodes) if self._is_whole else runs
-        self._total = into[self._runs[self._own]]
-        self._places = [(place, row) for place, owned in enumerate(nodes) for row in range(len(owned))]
-        self._pairs = node_additions([node for owned in nodes for node in owned], num_items)
-        foreign = [place for place in self._places if place[0] != self._own]
+        self._is_whole = len(self._into) <= FEW or sum(map(len, nodes)) == _PAIR
+        width = -(-len(self._into) // len(nodes))
+        self._runs = [
+            slice(None) if self._is_whole else slice(k * width, (k + 1) * width) for k in range(len(nodes))
+        ]
+        self._reduction = TwoLevelReduction(WaitingPeers(channel), nodes, num_items)
+        total = self._into[self._runs[self._own]]
+        foreign = [place for place in self._reduction.places if place[0] != self._own] if into.is_cpu else []
         is_room_there = len(foreign) == 1
-        self._received = {
-            place: self._total if is_room_there else torch.empty_like(self._total) for place in foreign
-        }
+        self._received = {it: total if is_room_there else torch.empty_like(total) for it in foreign}
+        self._mine = [] if local_collectives is None else [torch.empty_like(self._into)]
         self._arrivals: list[dist.Work] = []
         self._rest: list[dist.Work] = []
 
     def post_receives(self) -> None:
-        """See :class:`BucketAllReduce`."""
+        """Post receives for what will come, if it goes by messages: all have agreed to send."""
+        if not self._into.is_cpu:
+            return
         # gloo sends nothing before, and the request of a late receive would wait behind other data.
         with self._channel.posting():
             for place, other in self._others:
@@ -265,93 +262,57 @@ class PostedSum(BucketAllReduce):
                     self._rest += self._channel.receive(self._into[self._runs[place]], other, _RESULT_TAG)
 
     def send(self, own: Sequence[Tensor]) -> None:
-        """See :class:`BucketAllReduce`."""
-        with self._channel.posting():
-            self.post(own)
-        self._channel.issue(lambda: self.combine(own), [*own, self._into])
+        """Add ``own``, a buffer for each node of this instance, to those of the others; does not wait."""
+        if not self._into.is_cpu:
+            op = sum_of(self._into.dtype)
+            self._channel.issue(lambda: self._reduction.all_reduce(own, op, self._into), [*own, self._into])
+        elif self._local_collectives is not None:
+            self._channel.issue(lambda: self._add_here(own[0]), [*own, *self._mine])
+        else:
+            with self._channel.posting():
+                self._post(own)
+            self._channel.issue(lambda: self._combine(own), [*own, self._into])
 
-    def post(self, own: Sequence[Tensor]) -> None:
+    def _add_here(self, own: Tensor) -> FollowUp | None:
+        """Add the part of this instance in the memory of the host, and send it; in the channel's thread."""
+        local = self._channel.local_collectives
+        if local is None:
+            return None
+        local.reduce_scatter(self._mine[0], own.chunk(len(self._parts)), sum_of(own.dtype))
+        self._post(self._mine)
+        return partial(self._combine, self._mine)
+
+    def _post(self, own: Sequence[Tensor]) -> None:
         """Begin to send ``own``."""
         for place, other in self._others:
             for row in own:
                 self._rest += self._channel.send(row[self._runs[place]], other, _SHARE_TAG)
 
-    def combine(self, own: Sequence[Tensor]) -> None:
+    def _combine(self, own: Sequence[Tensor]) -> None:
         """Add what has arrived, and send the result on; in the channel's thread."""
         _wait(self._arrivals)
-        mine = self._runs[self._own]
-        values = [own[row][mine] if it == self._own else self._received[it, row] for it, row in self._places]
-        kept = {place for place, (it, _) in enumerate(self._places) if it == self._own}
-        for left, right in self._pairs:  # two of one instance's own are never a pair: they would be one node
+        run = self._runs[self._own]
+        total, places = self._into[run], self._reduction.places
+        values = [own[row][run] if it == self._own else self._received[it, row] for it, row in places]
+        kept = {place for place, (it, _) in enumerate(places) if it == self._own}
+        for left, right in self._reduction.pairs:  # two of one instance's own are never a pair: they are one node
             target = values[right] if left in kept else values[left]
             values[left] = torch.add(values[left], values[right], out=target)
             kept.discard(left)
-        if values[0].data_ptr() != self._total.data_ptr():
-            self._total.copy_(values[0])
+        if values[0].data_ptr() != total.data_ptr():
+            total.copy_(values[0])
         for _, other in () if self._is_whole else self._others:
-            self._rest += self._channel.send(self._total, other, _RESULT_TAG)
+            self._rest += self._channel.send(total, other, _RESULT_TAG)
 
     def start_waiting(self) -> None:
-        """See :class:`BucketAllReduce`."""
-        self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
-
-
-class HostSum(BucketAllReduce):
-    """The sum of a flat buffer on CPUs, in each host's memory first, then between the same places on the hosts."""
-
-    def __init__(
-        self,
-        local_collectives: HostCollectives,  # of the program's thread
-        of_channel: HostCollectives,  # of the same instances, for the channel's thread
-        channel: Channel,
-        nodes: Sequence[Sequence[Node]],  # those that the instances of each host bring together
-        num_items: int,
-        into: Tensor,  # a multiple of the host's instances long
-    ) -> None:
-        rank, size = local_collectives.rank, local_collectives.size
-        self._local_collectives = local_collectives
-        self._of_channel = of_channel
-        self._channel = channel
-        self._parts = into.chunk(size)
-        self._part = self._parts[rank]
-        self._mine = torch.empty_like(self._part)
-        self._peers = PostedSum(channel, range(rank, size * len(nodes), size), nodes, num_items, self._part)
-
-    def post_receives(self) -> None:
-        """See :class:`BucketAllReduce`."""
-        self._peers.post_receives()
-
-    def send(self, own: Sequence[Tensor]) -> None:
-        """See :class:`BucketAllReduce`."""
-        self._channel.issue(lambda: self._add_here(own[0]), [*own, self._mine])
-
-    def _add_here(self, own: Tensor) -> FollowUp:
-        parts = own.chunk(len(self._parts))
-        self._of_channel.reduce_scatter(self._mine, parts, sum_of(own.dtype))
-        self._peers.post([self._mine])
-        return partial(self._peers.combine, [self._mine])
-
-    def start_waiting(self) -> None:
-        """See :class:`BucketAllReduce`."""
-        self._peers.start_waiting()
+        """Have the channel's thread wait for the end of the sum; called when the last one was sent."""
+        if self._into.is_cpu:
+            self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 
     def finish(self) -> None:
-        """See :class:`BucketAllReduce`; the instances of the host give each other their parts."""
-        self._local_collectives.all_gather(self._parts, self._part)
-
-
-class QueuedSum(BucketAllReduce):
-    """The sum of a flat buffer on GPUs, which is one collective after the other."""
-
-    def __init__(self, channel: Channel, nodes: Sequence[Sequence[Node]], num_items: int, into: Tensor) -> None:
-        self._channel = channel
-        self._reduction = TwoLevelReduction(WaitingPeers(channel), nodes, num_items)
-        self._into = into
-
-    def send(self, own: Sequence[Tensor]) -> None:
-        """See :class:`BucketAllReduce`."""
-        op = sum_of(self._into.dtype)
-        self._channel.issue(lambda: self._reduction.all_reduce(own, op, self._into), [*own, self._into])
+        """Have the instances of a host give each other their parts, when all threads are done."""
+        if self._local_collectives is not None:
+            self._local_collectives.all_gather(self._parts, self._into)
 
 
 def _wait(works: list[dist.Work]) -> None:

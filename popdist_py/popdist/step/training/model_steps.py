@@ -15,9 +15,10 @@ from popdist.data.batch import Batch, running_loops
 from popdist.data.randomness import RandomScope, ReplicaRandomness
 from popdist.errors import BatchError, MicroBatchError, check_flags
 from popdist.gradients.buffers import ReplicaBuffers, check_buffers, label_of_copy
+from popdist.gradients.kept_gradients import KeptGradients
 from popdist.gradients.memory import ModelGradients, OldGradients
 from popdist.gradients.optimizer_steps import training_loop, watch_optimizers
-from popdist.gradients.reduction import GradientSum, check_reduction, refuse_step
+from popdist.gradients.reduction import GradientKeeper, StepAgreement, check_reduction, refuse_step
 from popdist.gradients.step_headers import (
     CANNOT_SPLIT,
     IN_ANOTHER_LOOP,
@@ -295,11 +296,18 @@ class ModelSteps:
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             return LoneStep(self.gradients, old, checks, checks_finite=self._checks_finite)
         memory = self.gradients.memory(context.data_parallel_group(), self.layout)
+        keeper = KeptGradients(memory, accumulation=accumulation, checks_finite=self._checks_finite)
+        return self._step_of(keeper, checks, old, accumulation)
+
+    def _step_of(self, keeper: GradientKeeper, checks: StepChecks, old: OldGradients, accumulation: int) -> Step:
+        """The step whose gradients ``keeper`` keeps or uses."""
         buffers = self.buffers if self.layout.num_replicas > 1 else None
+        group = context.data_parallel_group()
+        agreement = StepAgreement(group, self.layout, keeper, buffers, checks, old)
         return Step(
-            memory,
+            keeper,
+            agreement,
             self.buffers,
-            GradientSum(memory, buffers, checks, old),
             checks,
             accumulation=accumulation,
             checks_finite=self._checks_finite,

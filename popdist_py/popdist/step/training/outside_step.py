@@ -16,9 +16,10 @@ from torch.nn import Parameter
 from popdist.errors import BatchError, MicroBatchError
 from popdist.exchange.groups import refuse_in_turn, replicas_in_turn
 from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.kept_gradients import KeptGradients
 from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.optimizer_steps import mark_reduced, mark_used
-from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
+from popdist.gradients.reduction import NotFinite, StepAgreement, not_finite_error
 from popdist.gradients.step_headers import NO_CHECKS, MeanOrSum, ModelChecks, StepChecks
 from popdist.ground import torch_private
 from popdist.ground.layout import ReplicaLayout
@@ -215,14 +216,13 @@ def _reduce_all(
     not_finite: NotFinite | None = None,
 ) -> None:
     """Reduce all gradients that there are, as those of the one micro batch of this instance's replica."""
-    total = GradientSum(memory, buffers, checks)
+    keeper = KeptGradients(memory)
+    agreement = StepAgreement(memory.group, memory.layout, keeper, buffers, checks)
     if buffers is not None:
         buffers.end_pass()
-    memory.begin_step()
-    room = memory.room_for(0, 0)
-    total.used = memory.gradients.fill(room)
-    total.add(room, 1.0)
-    total.finish(reduction, not_finite, checks.fault())
+    keeper.not_finite = not_finite
+    keeper.add(0, 1.0, 1.0, clears=False)
+    agreement.finish(reduction, [1.0], checks.fault())
 
 
 _known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """The model of a data-parallel job: an ordinary module whose gradients are those of all replicas."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -157,59 +157,6 @@ class ReplicatedModel(WrappingModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module, as ``torch.nn.Module.compile`` does; popdist's part of a step is not compiled."""
         self.module.compile(*args, **kwargs)
-
-    def micro_batches(
-        self,
-        batch: Nest,
-        accumulation: int = 1,
-        *,
-        reduction: MeanOrSum = "mean",
-        weights: Sequence[float] | None = None,
-        split: Split | None = None,
-        add: bool = False,
-    ) -> Iterator[Nest]:
-        """Split this instance's combined batch into its replicas' micro batches; afterwards ``.grad`` is ready.
-
-        Each micro batch that is yielded must see one backward pass (of a mean over its samples), or several. When
-        the loop has ended, ``.grad`` of each parameter is the mean over all samples of the job's step, added in
-        float32 (float64 for parameters of double precision), or None for a parameter that no replica used.
-
-        The loop begins without gradients. Those of before are dropped if an optimizer's step has used them, or a
-        GradScaler has left it out. Others are an error, or ``add``.
-
-        A part of the batch without samples is not yielded; an instance may have fewer samples than others, or
-        none, and still takes part. Leaving the loop before its end abandons the step on every instance: the others
-        raise ``MicroBatchError`` at the end of their loops, and an optimizer's step raises it on all of them until
-        the next loop, which works again where all have caught it.
-
-        Args:
-            batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along
-                dim 0 of each: micro batch size x accumulation x local replicas, or fewer. Or the batch of
-                ``popdist.data_loader``, or what ``split`` splits. Or a tuple of several loaders' batches, for
-                ``for (x, y), z in model.micro_batches((a, b))``: the samples of the first count.
-            accumulation: Micro batches of each replica in this step, the same on all instances; a loader's batch
-                brings its own.
-            reduction: ``"sum"`` leaves out the division by the sum of the weights, and weighs each micro batch 1
-                unless ``weights`` says more.
-            weights: What each micro batch counts, replica by replica, in place of its samples: its tokens, for a
-                loss that is a mean over tokens. 0 drops the gradient.
-            add: Add to the gradients of before which nothing has used, in place of an error: for an optimizer that
-                steps after several loops.
-            split: Gives this instance's micro batches, ``local replicas x accumulation`` of them, replica by
-                replica, None for one without samples. ``split=list`` takes a list of them.
-
-        Returns:
-            Micro batches on the model's device, which may share memory with the batch.
-
-        Raises:
-            BatchError: If the batch cannot be split, a weight is not possible, or the job has no sample.
-            GradientError: If gradients of before would be lost, or ``check_finite`` has found one.
-            WeightsError: If a check finds weights that differ between instances, or were written in a micro batch.
-            MicroBatchError: If an instance left its loop or could not split its batch.
-            CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
-            BackendError: If an instance was lost or did not come in time.
-        """
-        return self._model_steps.micro_batches(WholeStep(batch, accumulation, reduction, weights, split, add))
 
     def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
         self,

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from popdist.errors import BatchError, GradientError, name_instances
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.flat_buffers import FlatGradient, GradientLayout
-from popdist.gradients.memory import GradientMemory, ModelGradients, OldGradients, is_finite
+from popdist.gradients.flat_buffers import GradientLayout
+from popdist.gradients.memory import ModelGradients, OldGradients, is_finite
 from popdist.gradients.optimizer_steps import mark_used, parameters_of
-from popdist.gradients.reduction import NO_SAMPLES, GradientSum, NotFinite, not_finite_error
+from popdist.gradients.reduction import NO_SAMPLES, GradientKeeper, NotFinite, StepAgreement, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
 from popdist.ground.progress import progress_page
 from popdist.ground.tree import TreeSum
@@ -35,76 +35,56 @@ class Step:
 
     def __init__(
         self,
-        memory: GradientMemory,
+        keeper: GradientKeeper,
+        agreement: StepAgreement,
         buffers: ReplicaBuffers,
-        total: GradientSum,
         checks: StepChecks,
         *,
         accumulation: int,
         checks_finite: bool,
     ) -> None:
+        self.keeper, self.agreement = keeper, agreement
         self.accumulation = accumulation  # micro batches of each local replica
         self.checks = checks
-        self._memory = memory
-        self._gradients = memory.gradients
         self._buffers = buffers
         self._checks_finite = checks_finite
-        self._sum = total
-        self._num_micro_batches = memory.layout.num_local_replicas * accumulation
+        self._layout = agreement.layout
+        self._first = self._layout.replicas_of(agreement.group.backend.instance_index).start
         self._position = 0  # the micro batch that is next
-        self._has_run = False  # whether one of them had samples
-        self._not_finite: NotFinite | None = None
-        self._current: FlatGradient | None = None
-        self._open: dict[int, _ReplicaSum] = {}
-        self._streams = set[torch.Stream]()  # in which gradients of the current micro batch were made
-        memory.begin_step()
-        if memory.layout.num_replicas > 1:
+        self._scale: float | None = None  # what weights are divided by; None until all instances have begun
+        self._weights: TreeSum[float] = TreeSum(self._layout.num_replicas, operator.add, start=self._first)
+        self._open: dict[int, _ReplicaWeight] = {}
+        if self._layout.num_replicas > 1:
             buffers.begin_step(is_checked=checks.is_on)
 
     def begin(self, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool) -> None:
-        """Say to the others that a step of a whole batch begins; see :meth:`GradientSum.begin`."""
-        self._sum.begin(self.accumulation, heaviest, reduction, position, add=add)
+        """Say to the others that a step of a whole batch begins; see :meth:`StepAgreement.begin`."""
+        self.agreement.begin(self.accumulation, heaviest, reduction, position, add=add)
 
     def wait_for_others(self) -> None:
         """Wait until all instances have begun their steps."""
-        self._sum.weight_scale()
+        self.agreement.weight_scale()
 
     def begin_micro_batch(self, index: int, weight: float) -> int:
         """Begin micro batch ``index``; those left out before it have no samples. Gives its replica in the job."""
-        if not self._position <= index < self._num_micro_batches:
-            num_local_replicas = self._memory.layout.num_local_replicas
+        num_local_replicas = self._layout.num_local_replicas
+        if not self._position <= index < num_local_replicas * self.accumulation:
             raise _out_of_order(index, self._position, num_local_replicas, self.accumulation)
         self._skip_to(index)
-        self._current = self._next_room()
-        if self._sum.goes_early and index + 1 == self._num_micro_batches:
-            self._sum.begin_last(self._sum_of_replica().gradients, weight)
-        return self._replica
+        self.keeper.begin_micro_batch(index, weight)
+        return self._first + self._position // self.accumulation
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Move a gradient that was just accumulated in ``.grad`` to where it will be added."""
-        if self._current is not None:
-            if not parameter.is_cpu:
-                self._streams.add(torch.accelerator.current_stream(parameter.device))
-            self._current.move_in(parameter, even_small=self._sum.goes_early)
-            if self._sum.goes_early:
-                self._sum.add_gradient(parameter)
+        """Handle a gradient that was just accumulated in ``.grad``."""
+        if id(parameter) in self.keeper.awaited:
+            self.keeper.add_gradient(parameter)
 
     def add(self, weight: float) -> None:
         """Add the gradients that the backward passes of the next micro batch left in ``.grad``."""
-        scale, self._has_run = self._sum.weight_scale(), True
-        for stream in self._streams:  # a program may compute its backward pass in a stream of its own
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
-        self._streams.clear()
-        if self._checks_finite and weight and self._not_finite is None:
-            parameter = self._gradients.not_finite()
-            self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
-        room, self._current = self._current or self._next_room(), None
-        if weight:
-            self._sum.used |= self._gradients.fill(room, times=weight / scale, clears=True)
-        else:
-            room.clear()
-            self._gradients.clear()
-        self._add_to_replica(room, weight, has_run=True)
+        if self._scale is None:
+            self._scale = self.agreement.weight_scale()
+        self.keeper.add(self._position, weight, self._scale)
+        self._add_to_replica(weight, has_run=True)
 
     def add_in_turn(self, index: int, weight: float | None) -> None:
         """Add micro batch ``index``, where replicas take turns; a weight of None is one without samples."""
@@ -116,67 +96,46 @@ class Step:
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
-        self._sum.weight_scale()
-        self._skip_to(self._num_micro_batches)
+        self._skip_to(self._layout.num_local_replicas * self.accumulation)
         if self._checks_finite:
-            raise_not_finite_of_parts(self._not_finite, self._gradients)
+            self.agreement.weight_scale()
+            raise_not_finite_of_parts(self.keeper.not_finite, self.keeper.gradients)
         fault = self._buffers.fault or self.checks.fault()
-        self._sum.finish(reduction, self._not_finite, fault, add=add)
+        self.agreement.finish(reduction, self._weights.values, fault, add=add)
         self._buffers.end_step()
 
     def abandon(self) -> None:
         """Leave without a gradient, and say so to the others, unless all know already. Never raises."""
-        self._gradients.clear()
+        self.keeper.clear()
         self._buffers.undo()
         self._buffers.end_step()
-        self._sum.abandon()
-
-    @property
-    def _replica(self) -> int:
-        """Job-wide number of the replica whose micro batch is next."""
-        return self._memory.first_replica + self._position // self.accumulation
+        self.agreement.abandon()
 
     def _skip_to(self, index: int) -> None:
         while self._position < index:
-            room = self._next_room()
-            room.clear()
-            self._add_to_replica(room, 0.0, has_run=False)
+            self.keeper.skip(self._position)
+            self._add_to_replica(0.0, has_run=False)
 
-    def _next_room(self) -> FlatGradient:
-        return self._memory.room_for(*divmod(self._position, self.accumulation))
-
-    def _add_to_replica(self, gradient: FlatGradient, weight: float, *, has_run: bool) -> None:
-        """Add the next micro batch to its replica, and a finished replica to the job."""
+    def _add_to_replica(self, weight: float, *, has_run: bool) -> None:
+        """Add the weight of the next micro batch to its replica, and that of a finished replica to the job."""
+        replica = self._position // self.accumulation
+        self._position += 1
         if self.accumulation > 1:
-            replica, own = self._position // self.accumulation, self._sum_of_replica()
-            own.gradients.push(gradient)
+            own = self._open.setdefault(replica, _ReplicaWeight(TreeSum(self.accumulation, operator.add)))
             own.weights.push(weight)
             own.has_run |= has_run
-            if own.gradients.position < self.accumulation:
-                self._position += 1
+            if own.weights.position < self.accumulation:
                 return
             del self._open[replica]
-            gradient, weight, has_run = own.gradients.total, own.weights.total, own.has_run
-        self._position += 1
-        self._sum.add(gradient, weight)
+            weight, has_run = own.weights.total, own.has_run
+        self._weights.push(weight)
         self._buffers.end_replica(has_run=has_run)
-
-    def _sum_of_replica(self) -> "_ReplicaSum":
-        """The sums over the micro batches so far of the replica whose micro batch is next."""
-        replica = self._position // self.accumulation
-        if replica not in self._open:
-            self._open[replica] = _ReplicaSum(
-                TreeSum(self.accumulation, self._memory.of_micro_batches.add),
-                TreeSum(self.accumulation, operator.add),
-            )
-        return self._open[replica]
 
 
 @dataclass(slots=True)
-class _ReplicaSum:
-    """The sums over the micro batches of one replica, and whether one of these had samples."""
+class _ReplicaWeight:
+    """The weights of the micro batches of one replica, added so far, and whether one of these had samples."""
 
-    gradients: TreeSum[FlatGradient]
     weights: TreeSum[float]
     has_run: bool = False
 
