@@ -181,7 +181,7 @@ def law_lengths_are_counted_in_parts() -> None:
     assert indices == [batch.indices for batch in loader()]
     assert popdist.all_reduce(torch.tensor(len(asked))).item() == len(TEXTS)
     if popdist.num_instances() > 1:
-        with refused(popdist.PopdistError, r"gave None for sample 60|could not be counted on another instance"):
+        with refused(popdist.PopdistError, "gave None for sample 60"):
             loader(packing={"lengths": lambda sample: None if sample is TEXTS[60] else 1})
 
 

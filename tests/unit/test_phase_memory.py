@@ -21,7 +21,7 @@ from popdist.ground.local_tensors import TensorForm
 from popdist.job import context
 from popdist.parallel import phased
 from popdist.phases import phased_model, store_file
-from popdist.phases.phase_memory import PhaseMemory, MemoryPlace
+from popdist.phases.phase_memory import MemoryPlace, PhaseMemory
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.phased_layers import find_layers, make_absent
 from popdist.phases.phased_weights import move_buffers

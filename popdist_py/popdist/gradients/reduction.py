@@ -217,24 +217,23 @@ class StepAgreement:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
         return total / self.weight_scale()
 
-    def arrive(self, place: int, words: Sequence[int] = ()) -> list[list[int]]:
-        """Wait until all instances are at ``place`` of their last micro batch; return the words of each.
+    def arrive(self, place: int, words: Sequence[int] = (), used: int = 0) -> tuple[list[list[int]], int]:
+        """Wait until all instances are at ``place`` of their last micro batch.
 
-        Raises what an instance has left that has abandoned the step.
+        Returns the words of each, and the bits of the parameters that one of them has used. Raises MicroBatchError
+        if an instance has abandoned the step.
         """
         if len(self.group.instances) == 1:
-            return [[*words]]
+            return [[*words]], used
         self.weight_scale()
+        changes = StepChanges(mask=used)
         try:
-            headers, found = self._exchange_ends("goes on", place, words)
+            headers, found = self._exchange_ends("goes on", place, words, changes)
             self._check_states(headers)
         except (CollectiveError, MicroBatchError):
             self._is_awaited = False
             raise
-        if len({header.way for header in headers}) > 1:
-            self._is_awaited = False
-            raise CollectiveError("the instances add the gradients of different layers: their models differ")
-        return found
+        return found, agree_on_changes(self.group, changes, [it.changes for it in headers], None).mask
 
     def finish(
         self, reduction: MeanOrSum, weights: Sequence[float], fault: str | None = None, *, add: bool = False
@@ -323,6 +322,8 @@ class StepAgreement:
     def _check_states(self, headers: Sequence[EndHeader], fault: str | None = None) -> None:
         """Raise on every instance if one has no gradient, or they want different ones."""
         states = [STATES[header.state] for header in headers]
+        if {*states} == {"goes on"} and len({header.way for header in headers}) > 1:
+            raise CollectiveError("the instances add the gradients of different layers: their models differ")
         if states[0] in ("mean", "sum", "goes on") and len(set(states)) == 1:
             return
         owners = {

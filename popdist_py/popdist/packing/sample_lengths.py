@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from popdist.errors import CollectiveError, DatasetError
 from popdist.ground.layout import part
 from popdist.job import context
-from popdist.job.collectives import gather
+from popdist.job.collectives import fail_together, gather
 from popdist.job.instances import first_on_host, is_main
 
 TooLong = Literal["error", "truncate", "drop", "split"]
@@ -32,9 +32,6 @@ LengthSource = Iterable[int] | str | Callable[[Any], int]
 """The source of lengths: one number for each sample, the name of a column, or a function of a sample."""
 
 _COUNTING_BATCH: Final = 256
-
-_FAILED: Final = -(2**62)
-"""The number that an instance sends instead of lengths if it could not count the lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +177,9 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
     if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)
     own = part(range(len(counted)), contract.data_parallel_index, contract.layout.num_instances)
-    try:
+    with fail_together(context.current_group(), "count the lengths of samples", CollectiveError):
         lengths = _count(Subset(counted, own), num_workers)
-    except BaseException:
-        gather(torch.tensor([_FAILED], dtype=torch.int64, device="cpu"))
-        raise
     told: NDArray[np.int64] = gather(torch.from_numpy(lengths)).numpy()
-    if _FAILED in told:
-        raise CollectiveError(
-            "the lengths of samples could not be counted on another instance; see the error there"
-        )
     return told
 
 

@@ -184,6 +184,37 @@ class _Entrance(torch.autograd.Function):
         return gradients
 
 
+class _CallCasts:
+    """The autocast of a forward pass.
+
+    Attributes:
+        cache: Stands for autocast's cache; None where it keeps nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._modes = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", device.type}
+        }
+        self._is_on = any(is_on for is_on, _ in self._modes.values())
+        self.cache = _cast_node(_probe(device)) if self._is_on and torch.is_autocast_cache_enabled() else None
+
+    @contextmanager
+    def in_place(self, *, is_first: bool) -> Iterator[None]:
+        """Return a context with this autocast, whose cache keeps no copies of weights that leave memory."""
+        is_on = any(map(torch.is_autocast_enabled, self._modes))
+        if not (self._is_on or is_on):
+            yield
+            return
+        caches = self.cache is not None and not is_first
+        with ExitStack() as stack:
+            for kind, (is_enabled, dtype) in self._modes.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=caches))
+            yield
+        if caches and is_on:
+            torch.clear_autocast_cache()
+
+
 class _Call:
     """One call of a unit: what its second computation needs beside the inputs, and what the call has returned."""
 
@@ -202,19 +233,12 @@ class _Call:
         self._has_run = False
         self._digest: str | None = None
         self._state = LayerState(owner.unit.module)
-        device = owner.run.store.device
         self._micro_batch: object = None
-        self._autocast = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {"cpu", device.type}
-        }
-        self._casts = any(is_on for is_on, _ in self._autocast.values())
-        caches = self._casts and torch.is_autocast_cache_enabled()
-        self._cache = _cast_node(_probe(device)) if caches else None
+        self._casts = _CallCasts(owner.run.store.device)
 
     def first(self, inputs: Sequence[Tensor]) -> None:
         """Compute the forward pass, and record what it returns."""
-        self._micro_batch = self.run.calls.begin(self.unit, self._cache)
+        self._micro_batch = self.run.calls.begin(self.unit, self._casts.cache)
         self._differentiable = [place for place, it in enumerate(inputs) if it.requires_grad]
         known = self._owner.written.get(len(inputs))  # None in the first call, which shows what the layer writes
         places = range(len(inputs)) if known is None else known
@@ -223,7 +247,7 @@ class _Call:
         with ExitStack() as stack:
             stack.enter_context(self.run.running(self.unit, backward=False))
             stack.enter_context(self._state.watched())
-            stack.enter_context(self._casting(is_first=True))
+            stack.enter_context(self._casts.in_place(is_first=True))
             stack.enter_context(saved_tensors_hooks(lambda _: None, self._refuse))
             result = self._compute(entered)
             self._has_run = True
@@ -320,12 +344,12 @@ class _Call:
         calls.check(self.unit, self._micro_batch)
         found: dict[int, Tensor] = {}
         with self.run.running(self.unit, backward=True):
-            with self._state.restored(), self._casting(is_first=False):
+            with self._state.restored(), self._casts.in_place(is_first=False):
                 entered = self._entered(tensors, lambda place: partial(found.__setitem__, place))
                 results: list[Tensor] = []
                 _take_out(self._compute(entered), results)
                 self._check_same(entered, results)
-                if self._cache is not None:
+                if self._casts.cache is not None:
                     self._add_casts()
             outputs = [entered[place] for place in self.written] + [results[place] for place in self._own]
             pairs = [
@@ -337,7 +361,7 @@ class _Call:
                 pairs.clear()
                 with _explained(self.unit):
                     torch.autograd.backward(roots, given)
-            self.run.end_call(self.unit, self._cache)
+            self.run.end_call(self.unit, self._casts.cache)
         return [found.get(place) for place in range(len(tensors))]
 
     def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -346,30 +370,15 @@ class _Call:
         is_same = written <= self.owned and max(self._own, default=-1) < len(results)
         self._owner.same.check(self._digest, results if is_same else None)
 
-    @contextmanager
-    def _casting(self, *, is_first: bool) -> Iterator[None]:
-        """With the autocast of the forward pass, whose cache keeps no copies of weights that leave memory."""
-        is_on = any(map(torch.is_autocast_enabled, self._autocast))
-        if not (self._casts or is_on):
-            yield
-            return
-        caches = self._cache is not None and not is_first
-        with ExitStack() as stack:
-            for kind, (is_enabled, dtype) in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=caches))
-            yield
-        if caches and is_on:
-            torch.clear_autocast_cache()
-
     def _add_casts(self) -> None:
         """Add gradients of weights that autocast casts as in memory, where one cast serves several calls."""
         calls = self.run.calls
         for piece in self.unit.pieces:
-            for parameter in piece.parameters if calls.is_cast_shared(piece, self._cache) else ():
+            for parameter in piece.parameters if calls.is_cast_shared(piece, self._casts.cache) else ():
                 if parameter.requires_grad and parameter.dtype == torch.float32 and parameter.dim():
                     node = _cast_node(parameter)
                     if node is not None:
-                        node.register_prehook(partial(calls.add_cast, piece, parameter, self._cache))
+                        node.register_prehook(partial(calls.add_cast, piece, parameter, self._casts.cache))
 
 
 def _memory_of(tensor: Tensor) -> int:

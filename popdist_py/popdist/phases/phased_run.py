@@ -14,7 +14,7 @@ from popdist.exchange.groups import Group
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.local_tensors import TensorForm
 from popdist.phases.phase_budget import PhaseBudget
-from popdist.phases.phase_memory import PhaseMemory, MemoryPlace, Wanted
+from popdist.phases.phase_memory import MemoryPlace, PhaseMemory, Wanted
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, is_written, written_error
 from popdist.phases.phased_sums import InstanceSums

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError
 from popdist.exchange.groups import as_words
-from popdist.gradients.flat_buffers import GradientLayout
+from popdist.gradients.flat_buffers import GradientLayout, scale_flat
 from popdist.gradients.memory import OldGradients
 from popdist.gradients.optimizer_steps import is_used, mark_reduced
 from popdist.gradients.reduction import GradientKeeper, StepAgreement
@@ -295,7 +295,7 @@ class PhasedGradients(GradientKeeper):
         instance = run.sums.group.backend.instance_index
         *_, weights = held_weights(run.sums.layout, instance, self._accumulation, loop.weights)
         settings_number = digest_of_groups(optimizer.param_groups, optimizer.defaults)
-        numbers = loop.agreement.arrive(len(self.trained), [settings_number, *as_words(weights)])
+        numbers, _ = loop.agreement.arrive(len(self.trained), [settings_number, *as_words(weights)])
         if len({settings for settings, *_ in numbers}) > 1:
             raise CollectiveError(
                 "the instances have optimizers with different settings, such as lr, so they would make different "
@@ -307,6 +307,7 @@ class PhasedGradients(GradientKeeper):
             run.store.begin_step(run.store.step + 1)
         return over
 
+    @torch.no_grad()
     def _sum_over_job(self, own: PieceSum, over: float) -> None:
         """Set every ``.grad`` of a piece to that of all replicas."""
         sums, loop = self._run.sums, self._loop
@@ -314,11 +315,12 @@ class PhasedGradients(GradientKeeper):
         if is_lone and (loop.reduction == "mean" or loop.weights[0] == 1):
             return  # one micro batch in the whole job keeps its bits
         nodes = own.total(loop.last)
+        _, used = loop.agreement.arrive(len(self._left or ()), used=own.used)
         if len(sums.group.instances) > 1:
-            loop.agreement.arrive(len(self._left or ()))
             for parts in zip(*map(own.gradient.parts, nodes), strict=True):
                 sums.add(parts)
-        own.gradient.set_gradients(nodes[0], over)
+        scale_flat(own.gradient.parts(nodes[0]), over=over)
+        own.gradient.layout.set_gradients(own.gradient.gradient(nodes[0]), used)
 
     def _use(self, piece: PhasePiece) -> None:
         """Update the weights of ``piece`` by their gradients, or keep these in the store."""

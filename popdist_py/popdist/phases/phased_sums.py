@@ -21,11 +21,10 @@ from popdist.gradients.flat_buffers import (
     GradientLayout,
     RepeatedSum,
     nodes_of,
-    scale_flat,
 )
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.tree import TreeSum
-from popdist.phases.phase_memory import PhaseMemory, MemoryPlace, Wanted
+from popdist.phases.phase_memory import MemoryPlace, PhaseMemory, Wanted
 from popdist.phases.phase_store import StoredTensors
 
 _LINE_BYTES: Final = 64
@@ -64,21 +63,17 @@ def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[
 
 
 class PieceGradient:
-    """The gradient of some parameters in flat memory, with a mark for each that had one."""
+    """The gradient of some parameters in flat memory of bytes."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self._parameters = dict(named_parameters)
         self.layout = GradientLayout(self._parameters.items())
         self._places: list[tuple[int, int, torch.dtype]] = []
-        position = self._reserve(0, len(self.layout.names), torch.float32)
+        self.num_bytes = 0
         for buffer in self.layout.flat_buffers:
-            position = self._reserve(position, buffer.size, buffer.dtype)
-        self.num_bytes = position
-
-    def _reserve(self, position: int, size: int, dtype: torch.dtype) -> int:
-        end = position + size * dtype.itemsize
-        self._places.append((position, end, dtype))
-        return -(-end // _LINE_BYTES) * _LINE_BYTES
+            end = self.num_bytes + buffer.size * buffer.dtype.itemsize
+            self._places.append((self.num_bytes, end, buffer.dtype))
+            self.num_bytes = -(-end // _LINE_BYTES) * _LINE_BYTES
 
     @property
     def is_there(self) -> bool:
@@ -92,19 +87,12 @@ class PieceGradient:
         return make(self.num_bytes, dtype=torch.uint8, device=device)
 
     def parts(self, memory: Tensor) -> FlatTensors:
-        """The marks, and then the flat buffers, in ``memory``."""
+        """The flat buffers in ``memory``."""
         return [memory[begin:end].view(dtype) for begin, end, dtype in self._places]
 
     def gradient(self, memory: Tensor) -> FlatGradient:
-        """The gradients in ``memory``, parameter by parameter; these are not absent."""
-        return self.layout.make_wide(self.parts(memory)[1:])
-
-    @torch.no_grad()
-    def move_in(self, memory: Tensor, times: float) -> None:
-        """Move every ``.grad`` into ``memory``, times a number; zeros where there is none."""
-        used = self.layout.fill(self.gradient(memory), times=times, clears=True)
-        marks = [float(used >> index & 1) for index in range(len(self.layout.names))]
-        self.parts(memory)[0].copy_(torch.tensor(marks, dtype=torch.float32, device="cpu"))
+        """The gradients in ``memory``, parameter by parameter."""
+        return self.layout.make_wide(self.parts(memory))
 
     @torch.no_grad()
     def add(self, left: Tensor, right: Tensor | None) -> None:
@@ -112,14 +100,6 @@ class PieceGradient:
         parts = self.parts(left)
         for total, part in zip(parts, parts if right is None else self.parts(right), strict=True):
             total.add_(0.0 if right is None else part)
-
-    @torch.no_grad()
-    def set_gradients(self, memory: Tensor, over: float) -> None:
-        """Set every ``.grad`` to what is in ``memory``, divided; to None where no replica had one."""
-        marks, *flats = self.parts(memory)
-        scale_flat(flats, over=over)
-        used = sum(1 << index for index, mark in enumerate(marks.tolist()) if mark > 0)
-        self.layout.set_gradients(self.gradient(memory), used)
 
 
 class InstanceSums:
@@ -172,6 +152,7 @@ class PieceSum:
         self._place = place
         self._planes = planes
         self._memory = memory
+        self.used = 0  # bit i: whether the i-th parameter had a gradient on this instance
         self._waiting: list[bool] = []  # False for zeros
         self._position = 0
 
@@ -211,7 +192,7 @@ class PieceSum:
         if times and gradient.is_there:
             is_new = not merges and position + 1 < len(self._merges)
             value = self._memory.room(self._place) if is_new else gradient.make()
-            gradient.move_in(value, times)
+            self.used |= gradient.layout.fill(gradient.gradient(value), times=times, clears=True)
         if has_gradient:
             gradient.layout.clear()
         for _ in range(merges):
