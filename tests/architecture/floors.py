@@ -20,6 +20,9 @@ _LOWEST_FIRST: Final = {
     "popdist.exchange": "host_memory < transport < groups < process_group",
     "popdist.job": "context < collectives < weights instances",
     "popdist.step": "training < checks preemption",
+    "popdist.phases": "phased_optimizer phased_weights repeated_layers store_file used_memory"
+    " < phase_store recompute < phased_layers < phase_memory < phase_budget phased_sums < phased_run"
+    " < phased_calls phased_step < phased_model",
     "poptorch": "errors enums environment _impl profiling stubs < _logging custom_types < options losses testing"
     " < blocks poptorch_core optim data < executor ops",
 }
