@@ -315,6 +315,8 @@ def law_what_cannot_be_trained_is_refused(folder: Path) -> None:
         model(x).sum().backward()
     with refused(AttributeError, "no 'micro_batch'"):
         _ = model.micro_batch
+    with refused(popdist.GradientError, "add=True, and a phased model"):
+        next(model.micro_batches(share(0), add=True))
     model.temperature = 2.0
     assert vars(model.module)["temperature"] == model.temperature
     with refused(popdist.WeightsError, "model.head = ... after phased"):
