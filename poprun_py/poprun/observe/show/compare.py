@@ -25,6 +25,7 @@ LEAST_CHANGE: Final = 0.04
 LEAST_MEMORY_CHANGE: Final = 0.05
 LEAST_MEMORY_BYTES: Final = 32 * 2**20
 
+_MOST_NOISE: Final = 0.1  # with more of it, no difference is only one that is not known
 _LEAST_PART: Final = 0.25  # of a difference, for an instance and phase to be named
 _RATES: Final = {"steps_per_second": "a step", "samples_per_second": "a sample"}
 _RUN_DELAY: Final = "run_delay"  # the share of its time in which an instance waited for a core
@@ -115,7 +116,7 @@ class _Speed:
 
     @property
     def noise(self) -> float:
-        """How far the parts lie from their middle, as a share of it."""
+        """How far the parts lie from their middle, as a share of the mean."""
         return (max(self.parts) - min(self.parts)) / 2 / self.seconds
 
 
@@ -140,15 +141,25 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
     if is_none and abs(longer) / first.seconds > noise:
         than = "longer" if waited > 0 else "less long"
         notes = (f"all instances together waited {_length(abs(waited))} a step {than} for a core",)
+    is_hidden = is_none and noise > _MOST_NOISE
+    if is_hidden:
+        notes = (f"the runs vary by {noise:.0%}, so that a smaller difference cannot be seen", *notes)
     return Difference(
         figure=figure,
         before=_length(first.seconds),
         after=_length(second.seconds),
-        change=Change.NONE if is_none else Change.SLOWER if own > 0 else Change.FASTER,
+        change=_judged(own, is_none=is_none, is_hidden=is_hidden),
         share=longer / first.seconds,
         noise=noise,
         notes=notes,
     )
+
+
+def _judged(own: float, *, is_none: bool, is_hidden: bool) -> Change:
+    """Return what a change by the share ``own`` is called."""
+    if is_none:
+        return Change.UNKNOWN if is_hidden else Change.NONE
+    return Change.SLOWER if own > 0 else Change.FASTER
 
 
 def _length(seconds: float, form: str = ".4g") -> str:
