@@ -92,7 +92,7 @@ BUGS = (
     # the pool and leases
     Bug(
         "a lease outlasts a reboot",
-        "holders.lives",
+        "holders.is_alive",
         "lambda right: lambda holder, is_locked: right(__import__('dataclasses').replace("
         "holder, boot_id=boot_id()), is_locked)",
         ("unit/test_pool.py",),
