@@ -192,7 +192,6 @@ from poprun.plan.inventory import cpu_cluster
 from poprun.devices.pool.holders import this_process
 from poprun.devices.pool.pool import Pool, wait_for_turn
 from poprun.devices.pool.requests import PoolRequest
-marks = {f"cpu/{index}": open(f"mark-{index}", "w") for index in range(3)}
 pool, wish = Pool(sys.argv[1]), PoolRequest(num_ipus=1, choose=cpu_cluster("box", 3).pick(1))
 for _ in range(int(sys.argv[2])):
     ticket = pool.enqueue(this_process("contender"), wish)
@@ -200,9 +199,10 @@ for _ in range(int(sys.argv[2])):
         wait_for_turn(pool, ticket, wish, 60.0)
         ticket = pool.retry(ticket, wish)
     (ipu,) = ticket.ipus
-    fcntl.flock(marks[ipu], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    print("held", flush=True)
-    fcntl.flock(marks[ipu], fcntl.LOCK_UN)
+    # opened after the lease's file: of a killed process the kernel frees the file that was opened last first
+    with open(ipu.replace("/", "-"), "w") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print("held", flush=True)
     pool.release(ticket)
 """
 
