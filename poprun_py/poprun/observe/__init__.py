@@ -1,1 +1,1 @@
-"""What is known and shown of a job: its trace, its page, its reports, its live view."""
+"""The account of a job: ``account`` has what is known, ``judge`` what follows from it, ``show`` what users see."""
