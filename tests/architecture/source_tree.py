@@ -1,6 +1,7 @@
 """Read the packages as text: which modules there are and what each imports. Nothing is imported for it."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,9 @@ SOURCES = {
     "poptorch": ROOT / "poptorch_py",
 }
 """Each package, with the folder that holds it."""
+
+
+_COMMENT = re.compile(r"(?:^|(?<=\s))# .*(?:\n *# .*)*", re.MULTILINE)
 
 
 def words(text: str) -> frozenset[str]:
@@ -69,6 +73,25 @@ def _by_name() -> dict[str, Module]:
             place = str(path.relative_to(folder / package))
             found[name] = Module(name=name, path=path, place=place, tree=tree, nodes=(*ast.walk(tree),))
     return found
+
+
+@cache
+def docstrings(module: Module) -> tuple[str, ...]:
+    """Return the docstrings of ``module`` and of all in it, also of its attributes, each in one line."""
+    return tuple(
+        " ".join(node.value.value.split())
+        for node in module.nodes
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+@cache
+def comments(module: Module) -> tuple[str, ...]:
+    """Return the comments of ``module``; lines that follow each other are one."""
+    text = module.path.read_text(encoding="utf-8")
+    return tuple(" ".join(it.replace("# ", "").split()) for it in _COMMENT.findall(text))
 
 
 def imports(module: Module) -> frozenset[str]:

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.architecture.source_tree import ROOT, SOURCES, Module, modules
+from tests.architecture.source_tree import ROOT, SOURCES, Module, comments, docstrings, modules
+from tests.docs.markdown import documents, prose
 
 MOST_WORDS_OF_THE_GLOSSARY = 40
 
@@ -21,6 +22,28 @@ _MAY_NAME_MAKERS = {
     "popsize.hardware": "devices that people buy, by the names in their data sheets",
 }
 """The modules beside `poprun.makers` in which makers are named, and why."""
+
+_OTHER_MEANINGS = {
+    "box": "of a drawing",
+    "chunk": "a piece of a message",
+    "clone": "of a tensor",
+    "computer": "any one, also outside of a job",
+    "daemon": "of MPI; a kind of process",
+    "example": "one that is shown",
+    "grant": "what a pool does with a request",
+    "iteration": "over a loader; of PopTorch's devices",
+    "manager": "of a context, of Hydra",
+    "note": "keep a fact",
+    "proc": "the file system of processes",
+    "retry": "try again",
+    "schedule": "of a pipeline or of a learning rate",
+    "session": "of processes, of Open MPI, of PopART",
+    "starter": "of autograd's engine",
+    "task": "of Slurm",
+    "try": "of doing something",
+    "worker": "of a DataLoader",
+}
+"""Words that the glossary has another one for, and what they may mean in a text."""
 
 _NAME = re.compile(r"\b(?:poprun|popsize|popdist|poptorch)(?:\.\w+)*")
 
@@ -77,6 +100,42 @@ def test_names_keep_to_the_glossary(section: str) -> None:
         named = [(module.name, it.name, it.name.strip("_")) for module in modules() for it in module.functions]
 
     assert [f"{place}: {name}, say {avoided[part]}" for place, name, part in named if part in avoided] == []
+
+
+def test_each_word_of_the_glossary_is_used() -> None:
+    """Each word in a page, a docstring or a comment; each verb in the name of a function."""
+    said = "\n".join(_texts()).lower()
+    named = {part for function in _functions() for part in _parts(function)}
+    verbs = [verb for row, _ in _glossary("Verbs") for verb in row.split(", ")]
+
+    assert [word for word, _ in _glossary("Words") if not re.search(rf"\b{word.lower()}s?\b", said)] == []
+    assert [verb for verb in verbs if verb not in named] == []
+
+
+def test_a_word_that_the_glossary_refuses_is_used_nowhere() -> None:
+    """No text and no function's name has it, but for those that mean another thing."""
+    refused = [other for _, others in _glossary("Words") for other in others]
+    pattern = re.compile(rf"(?<![\w`/.-])({'|'.join(refused)})s?\b(?![`_./(-]\w?)", re.IGNORECASE)
+    used = {match.lower() for text in _texts() for match in pattern.findall(text)}
+    used |= {part for function in _functions() for part in _words_of(function) if part in refused}
+
+    assert used - _OTHER_MEANINGS.keys() == set()
+
+
+def _texts() -> list[str]:
+    """The prose of each page but the glossary, and each docstring and comment."""
+    pages = [prose(page) for page in documents() if page.name != "glossary.md"]
+    return [*pages, *(text for module in modules() for text in (*docstrings(module), *comments(module)))]
+
+
+def _functions() -> list[str]:
+    return [function.name for module in modules() for function in module.functions]
+
+
+def _parts(name: str) -> set[str]:
+    """Each run of words of a name with underscores: of ``_wait_for_all`` also ``wait_for``."""
+    words = name.strip("_").split("_")
+    return {"_".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
 
 
 def _words_of(name: str) -> set[str]:

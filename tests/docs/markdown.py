@@ -42,8 +42,12 @@ def blocks(document: Path) -> list[Block]:
 
 def links(document: Path) -> list[str]:
     """The targets of the links of ``document``, outside its blocks."""
-    prose = _FENCE.sub("", document.read_text(encoding="utf-8"))
-    return [match["target"] for match in _LINK.finditer(prose)]
+    return [match["target"] for match in _LINK.finditer(prose(document))]
+
+
+def prose(document: Path) -> str:
+    """The text of ``document`` outside its blocks."""
+    return _FENCE.sub("", document.read_text(encoding="utf-8"))
 
 
 def anchors(document: Path) -> set[str]:
