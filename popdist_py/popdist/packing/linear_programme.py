@@ -19,9 +19,9 @@ from popdist.packing.strategies import (
     Histogram,
     Pack,
     PackingStrategy,
-    best_fit,
     check_histogram,
     check_limit,
+    greedy_packs,
     lengths_of,
     make_strategy,
 )
@@ -75,7 +75,7 @@ def optimal(
     _scipy("optimal")
     counts = check_histogram(histogram, max_length)
     limit = check_limit(max_sequences_per_pack)
-    greedy = best_fit(counts, max_length, limit or max_length)
+    greedy = greedy_packs(counts, max_length, limit or max_length)
     if len(greedy) <= 1:
         return make_strategy("optimal", greedy, counts, max_length, limit)
     shortest = lengths_of(counts)[0]
@@ -332,7 +332,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
     """Return ``packs`` with an existing sequence in each place, and all other sequences packed by best fit."""
     taken, rest = _take_places(packs, counts)
-    for pack, count in best_fit(rest, max_length, limit).items():
+    for pack, count in greedy_packs(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count
     return taken
 

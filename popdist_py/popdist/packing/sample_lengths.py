@@ -6,12 +6,11 @@ sample. The function is called once for each sample, and its results may be kept
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -184,26 +183,18 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
 
 
 def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:
+    """Count the lengths and write them to ``path``; an interrupted write leaves no file there."""
     lengths = _count(_Counted(dataset, length_of), num_workers)
-    with _renamed_to(path) as name, open(name, "wb") as file:  # noqa: PTH123 - mkstemp returns a name, and no Path
-        np.save(file, lengths, allow_pickle=False)
-    return lengths
-
-
-@contextmanager
-def _renamed_to(path: Path) -> Iterator[str]:
-    """Yield the name of a temporary file beside ``path``; rename the file to ``path`` if the block succeeds."""
+    unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # hosts may write into one folder at the same time
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with unfinished.open("wb") as file:
+            np.save(file, lengths, allow_pickle=False)
+        unfinished.replace(path)
     except OSError as error:
         raise DatasetError(f"lengths cannot be kept in {path}: {error.strerror}") from error
-    os.close(descriptor)
-    try:
-        yield name
-        os.replace(name, path)  # noqa: PTH105 - mkstemp returns a name, and no Path
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return lengths
 
 
 def _load(path: Path, num_samples: int) -> NDArray[np.int64]:

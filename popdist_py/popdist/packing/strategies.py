@@ -182,8 +182,8 @@ def _greedy(
 ) -> PackingStrategy:
     counts = check_histogram(histogram, max_length)
     limit = check_limit(max_sequences_per_pack)
-    fill = best_fit if algorithm == "lpfhp" else _worst_fit
-    return make_strategy(algorithm, fill(counts, max_length, limit or max_length), counts, max_length, limit)
+    packs = greedy_packs(counts, max_length, limit or max_length, most_room_first=algorithm == "spfhp")
+    return make_strategy(algorithm, packs, counts, max_length, limit)
 
 
 class _OpenPacks:
@@ -211,39 +211,34 @@ class _OpenPacks:
         return self.closed
 
 
-def _worst_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Return the packs of :func:`spfhp`, which puts each sequence into the pack with the most room."""
+def greedy_packs(
+    counts: Histogram, max_length: int, limit: int, *, most_room_first: bool = False
+) -> dict[Pack, int]:
+    """Pack a checked histogram, at most ``limit`` sequences in a pack; return how often each pack is used.
+
+    Each sequence gets the pack with the least room in which it fits, as in :func:`lpfhp`; with ``most_room_first``
+    it gets the pack with the most room, as in :func:`spfhp`.
+    """
     packs = _OpenPacks(max_length, limit)
+    most = 1 if most_room_first else limit
     for length in reversed(lengths_of(counts)):
         remaining = int(counts[length - 1])
-        for room in range(max_length, length - 1, -1):
+        rooms = range(length, max_length + 1)
+        for room in reversed(rooms) if most_room_first else rooms:
             while remaining and packs.by_room[room]:
                 pack, count = packs.by_room[room].pop()
-                used = min(count, remaining)
-                packs.add(pack, count - used, room)
-                packs.add((*pack, length), used, room - length)
-                remaining -= used
-        packs.add((length,), remaining, max_length - length)
+                remaining = _fill(packs, pack, count, room, (length, remaining, most))
+        _fill(packs, (), remaining, max_length, (length, remaining, most))
     return packs.close()
 
 
-def best_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Pack a checked histogram as :func:`lpfhp` does, at most ``limit`` sequences in a pack; return the packs."""
-    packs = _OpenPacks(max_length, limit)
-    for length in reversed(lengths_of(counts)):
-        remaining = int(counts[length - 1])
-        for room in range(length, max_length + 1):
-            while remaining and packs.by_room[room]:
-                pack, count = packs.by_room[room].pop()
-                remaining = _fill(packs, pack, count, room, (length, remaining))
-        _fill(packs, (), remaining, max_length, (length, remaining))
-    return packs.close()
+def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, pieces: tuple[int, int, int]) -> int:
+    """Put as many sequences as fit into each of ``count`` packs, and return how many sequences remain.
 
-
-def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, piece: tuple[int, int]) -> int:
-    """Put as many sequences as fit into each of ``count`` packs, and return how many sequences remain."""
-    length, remaining = piece
-    most = min(room // length, packs.limit - len(pack))
+    ``pieces`` are the length of the sequences, their number, and the largest number that a pack gets at once.
+    """
+    length, remaining, most = pieces
+    most = min(most, room // length, packs.limit - len(pack))
     full = min(count, remaining // most)
     packs.add(pack + (length,) * most, full, room - length * most)
     rest = min(remaining - full * most, most - 1) if count > full else 0
