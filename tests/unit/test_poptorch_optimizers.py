@@ -1,7 +1,7 @@
 """poptorch.optim: what the optimizers are, and that a model's steps are those of torch.
 
 Holds poptorch.optim.optimizers, poptorch.optim.optimizer_kinds, poptorch.optim.variants,
-poptorch.optim.optimizer_values, poptorch.optim.group_stepper,
+poptorch.optim.optimizer_values, poptorch.optim.group_stepper, poptorch.optim.automatic_scaling,
 poptorch.optim.model_optimizer, popdist.optim and popdist.optim.trust_ratio.
 """
 
@@ -36,7 +36,7 @@ class Pair:
         self.module = module or nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
         self.options = options or poptorch.Options()
         self.optimizer = make(self.module.parameters())
-        accept_optimizer(self.optimizer, self.options)
+        accept_optimizer(self.optimizer)
         self.stepper = self.compile()
 
     def compile(self) -> ModelOptimizer:
@@ -367,19 +367,6 @@ def test_a_derived_class_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
     assert "Poptorch does not run Python optimizer code directly" in caplog.text
     assert same(pair, plain(lambda it: torch.optim.Adam(it, lr=0.01), 2))
-
-
-def test_the_reduction_strategy_follows_the_optimizer() -> None:
-    """Set when a model is wrapped, and fixed once it is compiled."""
-    make = partial(optim.SGD, lr=0.1, accum_type=torch.half)
-    running, combined = Pair(make), Pair(partial(make, use_combined_accum=True))
-    strategies = [
-        it.options.Training.meanAccumulationAndReplicationReductionStrategy for it in (running, combined)
-    ]
-
-    assert strategies == [poptorch.MeanReductionStrategy.Running, poptorch.MeanReductionStrategy.Post]
-    with pytest.raises(ValueError, match="is already compiled"):
-        running.stepper.update(optim.SGD(running.module.parameters(), lr=0.1))
 
 
 def test_constant_attributes_keep_their_values() -> None:

@@ -49,7 +49,7 @@ class PoplarExecutor:
         self._is_training = optimizer is not None
         self._options = options.clone()
         if optimizer is not None:
-            accept_optimizer(optimizer, self._options)
+            accept_optimizer(optimizer)
         if self._options.defaultOutputMode():
             self._options.outputMode(OutputMode.Final if self._is_training else OutputMode.All)
         self._options._freeze()  # noqa: SLF001 - as a loader does
@@ -150,9 +150,7 @@ class PoplarExecutor:
                 "setOptimizer is for models of poptorch.trainingModel, and this one does not train"
             )
         if self._compiled is None:
-            self._options = self._options.clone()
-            accept_optimizer(optimizer, self._options)
-            self._options._freeze()  # noqa: SLF001 - as above
+            accept_optimizer(optimizer)
         else:
             self._training_runs().optimizer.update(optimizer)
         self._optimizer = optimizer

@@ -1,7 +1,7 @@
 """The optimizer of a model: the program's, with the settings that it had at the last ``setOptimizer``."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -13,9 +13,10 @@ import popdist
 from poptorch._logging import logger
 from poptorch.enums import ConnectionType
 from poptorch.errors import Error
+from poptorch.optim.automatic_scaling import AutomaticScaling
 from poptorch.optim.group_stepper import GroupStepper
 from poptorch.optim.optimizer_kinds import SGD_KIND, OptimizerKind, kind_of
-from poptorch.optim.optimizer_values import OptimizerValues, is_subclass, mean_reduction_strategy, values_of
+from poptorch.optim.optimizer_values import OptimizerValues, is_subclass, values_of
 from poptorch.optim.optimizers import Optimizer
 from poptorch.options import Options
 
@@ -24,8 +25,8 @@ _EPSILON: Final = 1e-6  # what torch adds to a norm that it divides by
 _FACTOR: Final = "lossScaleUpdateFactor"
 
 
-def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None:
-    """Check ``optimizer`` for a model that is not compiled yet, and set in ``options`` when a mean is divided."""
+def accept_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Check that a model can train with ``optimizer``; warn if the code of its class does not run."""
     kind = kind_of(optimizer)
     if is_subclass(optimizer):
         logger.warning(
@@ -33,8 +34,6 @@ def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None
             type(optimizer).__name__,
             kind.name,
         )
-    strategy = mean_reduction_strategy(optimizer)
-    options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
 
 
 class ModelOptimizer:
@@ -54,7 +53,6 @@ class ModelOptimizer:
         self._placed = placed or nullcontext()
         self._options = options
         self._optimizer = optimizer
-        self._strategy = mean_reduction_strategy(optimizer)
         self._values = values_of(optimizer)
         self._attributes = _attributes_of(optimizer)
         names = {parameter: name for name, parameter in parameters.items()}
@@ -70,14 +68,11 @@ class ModelOptimizer:
             for index, group in enumerate(groups)
             if group
         ]
-        self._is_automatic = bool(options.Training.auto_loss_scaling)
-        self._factor = 1.0
-        self._was_scaled = False
+        self._automatic = AutomaticScaling() if options.Training.auto_loss_scaling else None
         self._seen_step: object = None
         self.has_news = True  # whether there was a step since the state was read
         for line in self._values.lines():
             logger.debug(line)
-        self._is_offline = options.connection_type is ConnectionType.Never
         if model is not None:
             popdist.before_execute_on_instances(self._have_state_read)
         self._serve(optimizer)
@@ -86,19 +81,15 @@ class ModelOptimizer:
     @property
     def loss_scaling(self) -> float:
         """The number that the loss is multiplied by in the next step."""
-        return self._values.graph["lossScaling"].number * self._factor
+        factor = 1.0 if self._automatic is None else self._automatic.factor
+        return self._values.graph["lossScaling"].number * factor
 
     def step(self) -> None:
         """Update the parameters by the gradients of the scaled loss; automatic scaling skips infinite ones."""
         self.has_news = True
-        scaling, is_made = self.loss_scaling, True
-        if self._is_automatic:
-            gradients = self._gradients()
-            is_made = are_finite(gradients)
-            self._factor = next_factor(self._factor, self._values.graph["lossScaling"].number, gradients)
-        if is_made:
-            if scaling != 1 or self._was_scaled or math.isfinite(self._values.graph["maxGradNorm"].number):
-                self._unscale(scaling)
+        scaling, given = self.loss_scaling, self._values.graph["lossScaling"].number
+        if self._automatic is None or self._automatic.follow(self._gradients(), given):
+            self._unscale(scaling)
             for stepper in self._steppers:
                 stepper.step()
         if vars(self._optimizer).get("step") is not self._seen_step:
@@ -116,7 +107,6 @@ class ModelOptimizer:
             norms = [torch.linalg.vector_norm(it, dtype=torch.float32) for it in gradients]
             total = torch.linalg.vector_norm(torch.stack(norms)) / scaling
             factor = torch.clamp(limit / (total + _EPSILON), max=1.0) / scaling
-        self._was_scaled = factor is not None
         for stepper in self._steppers:
             stepper.scale_gradients(factor)
 
@@ -145,8 +135,8 @@ class ModelOptimizer:
         logger.debug("Writing optimiser state tensors from IPU to host.")
         self.has_news = False
         state = {name: value for stepper in self._steppers for name, value in stepper.read().items()}
-        if self._is_automatic:
-            state[_FACTOR] = torch.tensor(self._factor, dtype=torch.float32, device="cpu")
+        if self._automatic is not None:
+            state[_FACTOR] = torch.tensor(self._automatic.factor, dtype=torch.float32, device="cpu")
         return {"ipu_state": state, "ipu_param": self._values_by_parameter()}
 
     def write_state(self, state: Mapping[str, Mapping[str, Tensor] | None]) -> None:
@@ -156,8 +146,8 @@ class ModelOptimizer:
             with self._placed:
                 for stepper in self._steppers:
                     stepper.write(given)
-            if self._is_automatic and _FACTOR in given:
-                self._factor = float(given[_FACTOR])
+            if self._automatic is not None and _FACTOR in given:
+                self._automatic.factor = float(given[_FACTOR])
 
     def load_held_state(self) -> None:
         """Go on from the state that the program loaded into its optimizer, and from its settings."""
@@ -179,7 +169,7 @@ class ModelOptimizer:
     def _serve(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on ``optimizer`` reads its state from here."""
         self._optimizer = optimizer
-        if isinstance(optimizer, Optimizer) and not self._is_offline:
+        if isinstance(optimizer, Optimizer) and self._options.connection_type is not ConnectionType.Never:
             optimizer.read_state_from(self)
 
     def _switch_to(self, optimizer: torch.optim.Optimizer) -> None:
@@ -210,12 +200,6 @@ class ModelOptimizer:
                 f"the model is compiled with {self._values.kind.name} and {len(self._values.groups)} groups of "
                 f"parameters, and setOptimizer was given {values.kind.name} and {len(values.groups)}: call "
                 "destroy() first"
-            )
-        if mean_reduction_strategy(optimizer) is not self._strategy:
-            raise ValueError(
-                "the model is already compiled, and accum_type and use_combined_accum of this optimizer ask for "
-                f"MeanReductionStrategy.{mean_reduction_strategy(optimizer).name} in place of "
-                f"{self._strategy.name}: call destroy() first"
             )
         _check_constants(self._values, values)
 
@@ -265,25 +249,3 @@ def _check_constants(before: OptimizerValues, after: OptimizerValues) -> None:
                     "give it to the optimizer's constructor, or call optimizer.variable_attrs.markAsVariable "
                     "before the model is compiled"
                 )
-
-
-_LARGE: Final = 65504.0 / 8  # from here on a gradient is near the largest number of half precision
-
-_TOLERATED_SHARE: Final = 1e-7
-_LARGEST_SCALING: Final = 2.0**15
-_SMALLEST_SCALING: Final = 2.0**-24
-
-
-def next_factor(factor: float, scaling: float, gradients: Iterable[Tensor]) -> float:
-    """The factor of the loss ``scaling`` in the next step: halved where gradients are large, else doubled."""
-    found = [(it.numel(), torch.count_nonzero(it.abs() <= _LARGE)) for it in gradients]
-    num_elements = sum(number for number, _ in found)
-    num_large = num_elements - sum(int(number) for _, number in found)
-    if num_large > num_elements * _TOLERATED_SHARE:
-        return factor / 2 if scaling * factor / 2 >= _SMALLEST_SCALING else factor
-    return factor * 2 if scaling * factor * 2 <= _LARGEST_SCALING else factor
-
-
-def are_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether no gradient is infinite or no number."""
-    return all(math.isfinite(float(torch.linalg.vector_norm(it, math.inf))) for it in gradients if it.numel())

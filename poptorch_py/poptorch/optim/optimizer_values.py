@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from poptorch.enums import MeanReductionStrategy
 from poptorch.optim.optimizer_kinds import SGD_KIND, OptimizerKind, kind_of, settings_of
 from poptorch.optim.optimizers import SCALINGS, Optimizer
 
@@ -99,13 +98,6 @@ def is_constant(optimizer: torch.optim.Optimizer, kind: OptimizerKind, name: str
         return False
     known = settings_of(kind.computed_by.__init__)
     return name not in known or all(group.get(name) == known[name].default for group in optimizer.param_groups)
-
-
-def mean_reduction_strategy(optimizer: torch.optim.Optimizer) -> MeanReductionStrategy:
-    """When PopTorch divides a mean: on the way if gradients are added in half precision, apart from velocities."""
-    is_half = getattr(optimizer, "accum_type", None) == torch.float16
-    is_running = is_half and not getattr(optimizer, "use_combined_accum", False)
-    return MeanReductionStrategy.Running if is_running else MeanReductionStrategy.Post
 
 
 def _named(
