@@ -1,7 +1,7 @@
-"""What was compiled of PopTorch, as far as programs reach for it: checked options, and errors to test with."""
+"""The names of PopTorch's compiled part that programs use: the check of options, and errors for tests."""
 
 from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -9,69 +9,25 @@ from poptorch._logging import logger
 from poptorch.errors import Error as Error
 from poptorch.errors import RecoverableError as RecoverableError
 from poptorch.errors import UnrecoverableError as UnrecoverableError
-from poptorch.options import Options
-
-_POPART_OPTIONS: Final = frozenset(
-    """
-    aliasZeroCopy autoRecomputation bufferingDepthMap cachePath compileEngine constantWeights
-    constantFoldingOfMultipleConsumers convolutionOptions createImplicitPipeliningFwdOnlyProgram customCodelets
-    customCodeletCompileFlags decomposeGradSum defaultBufferingDepth defaultPrefetchBufferingDepth
-    delayVarUpdates disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams dotChecks dotOpNames
-    enableDistributedReplicatedGraphs enableEfficientOverlapIOTopoCons enableEngineCaching enableExplicitIR
-    enableExplicitMainLoops enableFloatingPointChecks enableFullyConnectedPass enableGradientAccumulation
-    enableInplaceAmbiguityChecking enableLoadAndOffloadRNGState enableMergeExchange enableNonStableSoftmax
-    enableOutlining enableOutliningCopyCostPruning enablePipelining enablePrefetchDatastreams
-    enableReplicatedGraphs enableRngStateManagement enableSerializedMatmuls enableStableNorm
-    enableStochasticRounding enableSupportedDataTypeCasting enableVariablesCaching engineOptions
-    ensureFp32LossScaleTensor executionPhaseSettings explicitRecomputation exportPoplarComputationGraph
-    exportPoplarVertexGraph finalDotOp firstDotOp gclOptions globalReplicaOffset globalReplicationFactor
-    groupHostSync groupNormStridedChannelGrouping hardwareInstrumentations implicitPipelining
-    instrumentWithHardwareCycleCounter kahnTieBreaker logDir looseThresholdAtPeak lstmOptions matmulOptions
-    mergeVarUpdate mergeVarUpdateMemThreshold meanAccumulationAndReplicationReductionStrategy numIOTiles
-    opxAliasChecking opxModifyChecking outlineSequenceBreakCost outlineThreshold partialsTypeMatMuls
-    prefetchBufferingDepthMap replicatedGraphCount reportOptions rearrangeAnchorsOnHost rearrangeStreamsOnHost
-    saveInitializersToFile scheduleNonWeightUpdateGradientConsumersEarly separateCallOpPdfs
-    serializedPoprithmsShiftGraphsDir shouldDelayVarUpdates stashedInferenceOptions strictOpVersions
-    subgraphCopyingStrategy swapLimitScheduler syntheticDataMode tensorLocationSettingsOverride
-    throwIfLog2ScaleTensorNotInRange
-    timeLimitScheduler transitiveClosureOptimizationThreshold updatableNamedBuffers useHostCopyOps
-    useLoopCandidateCreator virtualGraphMode
-    """.split()  # noqa: SIM905 - a hundred names read best as text
-)
-
-_SETTINGS: Final = (
-    "accumulateOuterFragmentSettings.",
-    "automaticLossScalingSettings.",
-    "autodiffSettings.",
-    "batchSerializationSettings.",
-)
-
-_LATE: Final = frozenset({"model_name", "use_model", "ipu_id", "ipu_version", "random_seed", "execution_mode"})
-"""Those of Options that exist only once they are set."""
 
 
 def _validateOptions(options: dict[str, Any]) -> None:
-    """Log each option, and raise an Error for the first that nobody knows, by its name or its type."""
-    if faults := log_options(options):
-        raise Error(faults[0])
-
-
-def log_options(options: dict[str, Any]) -> list[str]:
-    """Log each option, and say in words what is wrong with those that nobody knows."""
-    known = {*_LATE, *_POPART_OPTIONS, *Options().toDict(), "numIOTiles"}
-    known |= {f"location_{what}" for what in ("activation", "weight", "optimizer", "accumulator")}
-    faults = []
+    """Log each option; raise an Error if the value of an option is of a type that no option has."""
+    log_options(options)
     for name, value in options.items():
         if value is not None and not isinstance(value, bool | int | float | str | list | dict | torch.dtype):
-            faults.append(f"Unknown value type {type(value).__name__} for option {name}")
-        elif name not in known and not name.startswith(_SETTINGS):
-            faults.append(f"Unknown {type(value).__name__} option {name}")
+            raise Error(f"Unknown value type {type(value).__name__} for option {name}")
+
+
+def log_options(options: dict[str, Any]) -> None:
+    """Log the value of each option."""
+    for name, value in options.items():
         for line in _lines(name, value):
             logger.debug("poptorch.Options %s", line)
-    return faults
 
 
 def _lines(name: str, value: Any) -> list[str]:
+    """Return the lines of the log that say what the option ``name`` is set to; none for None."""
     if isinstance(value, list):
         return [f"added {_text(part)} to {name}" for part in value]
     if isinstance(value, dict):

@@ -15,16 +15,6 @@ import poptorch
 from tests.unit.poptorch_models import Affine, Net, random_batch
 
 
-def test_an_unknown_option_of_popart_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that is compiled runs on: no such option has an effect."""
-    options = poptorch.Options()
-    options._Popart.set("noSuchOption", 3)
-
-    poptorch.trainingModel(Affine(), options).compile(*random_batch(2))
-
-    assert "[warning] Unknown int option noSuchOption" in capsys.readouterr().err
-
-
 def test_default_outputs_are_the_last_ones_and_all() -> None:
     """Only the executor's own options say so; the user's keep the default, and are not frozen by it."""
     model, options = Affine(), poptorch.Options().deviceIterations(3)

@@ -110,8 +110,7 @@ class PoplarExecutor:
         for hook in [*_before_any.values(), *self._hooks_before.values()]:
             hook()
         begin = perf_counter()
-        for fault in poptorch_core.log_options(self._options.toDict()):
-            logger.warning("%s: it has no effect, as no option of PopART has here", fault)
+        poptorch_core.log_options(self._options.toDict())
         self._wrap()
         self._compiled = CompiledModel(self._user_model, self._modes, self._options, args, kwargs, self._optimizer)
         has_device = (

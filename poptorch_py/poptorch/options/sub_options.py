@@ -130,9 +130,6 @@ class _DistributedOptions(OptionValues):
 class TensorLocationSettings(OptionValues):
     """Where tensors of one kind lie, for the setters of ``options.TensorLocations``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def minElementsForOffChip(self, min_elements: int) -> Self:
         """Smaller tensors stay on the chip. No effect: there is none."""
         return self.createOrSet(minElementsForOffChip=min_elements)
@@ -221,7 +218,7 @@ class _JitOptions(OptionValues):
 
 
 class _PopartOptions(OptionValues):
-    """``options._Popart``: options of PopART by their own names. What they are is checked when a model runs."""
+    """``options._Popart``: options of PopART by their own names, in whatever version of PopART."""
 
     def __init__(self) -> None:
         super().__init__(options={}, patterns_level=2, patterns={})
@@ -231,6 +228,8 @@ class _PopartOptions(OptionValues):
         if not key_and_value:
             return super().set(**values)
         key, value = key_and_value
+        if not isinstance(key, str):
+            raise AssertionError(f"_Popart.set takes the name of an option, and was given {key!r}")
         self.checkIsFrozen(key)
         self._values["options"][key] = plain(value)
         return self
