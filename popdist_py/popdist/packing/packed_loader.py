@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -227,7 +228,7 @@ class Packing:
             seed=plan.seed,
         )
         if isinstance(dataset, ShardedIterable):
-            counting = replace(collation, collate_fn=_CountingCollate(collate))
+            counting = replace(collation, collate_fn=partial(_filled, collate))
             return self._stream_loader(dataset, plan, counting, options)
         pieces = self._pieces(dataset, int(options.get("num_workers", 0)))
         rows = PackedRows(pieces.lengths, self._strategy_for(pieces), seed=plan.seed, shuffle=plan.shuffle)
@@ -432,15 +433,10 @@ def _map_loader(
     return _PackedLoader(fetcher, rows, position, plan.accumulation, own | dict(options))
 
 
-class _CountingCollate:
-    """A collate function for the rows of a stream, which also counts rows, samples and tokens."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: list[StreamRow]) -> _Filled:
-        num_tokens = sum(row.num_tokens for row in rows)
-        return _Filled(self._collate(rows), len(rows), sum(map(len, rows)), num_tokens)
+def _filled(collate: Collate, rows: list[StreamRow]) -> _Filled:
+    """Collate the rows of a stream, and count rows, samples and tokens."""
+    num_tokens = sum(row.num_tokens for row in rows)
+    return _Filled(collate(rows), len(rows), sum(map(len, rows)), num_tokens)
 
 
 class _PackedStreamLoader(StreamLoader):

@@ -88,6 +88,7 @@ def _check_tensors(name: str, argument: str, value: object) -> None:
 
 
 def _as_list(name: str, argument: str, result: object) -> list[Tensor]:
+    """Return what the function ``argument`` of poptorch's ``name`` returned, as a list of tensors."""
     values = list(result) if isinstance(result, list | tuple) else [result]
     tensors = [value for value in values if isinstance(value, Tensor)]
     if len(tensors) < len(values):
@@ -153,10 +154,8 @@ def custom_op(
             f"there is no implementation of the custom op {domain}.{name}: one that was compiled for an IPU "
             f'cannot run here. Give one with @poptorch.registerCustomOp("{name}", "{domain}"); registered: {known}'
         )
-    result = implementation(*inputs, **(attributes or {}))
-    outputs = list(result) if isinstance(result, list | tuple) else [result]
-    found = [(tuple(one.shape), one.dtype) if isinstance(one, Tensor) else type(one) for one in outputs]
-    wanted = [(tuple(one.shape), one.dtype) for one in example_outputs]
+    outputs = _as_list("custom_op", f"{domain}.{name}", implementation(*inputs, **(attributes or {})))
+    found, wanted = _kinds(outputs), _kinds(example_outputs)
     if found != wanted:
         raise Error(f"custom op {domain}.{name} must give {wanted}, as its example outputs, and gave {found}")
     return outputs
