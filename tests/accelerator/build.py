@@ -33,19 +33,13 @@ def _digest() -> str:
 
 
 def _compile(made: Path) -> None:
-    """Compile the sources beside each other, as most of the time goes into torch's headers."""
+    """Compile the sources as one, as most of the time goes into torch's headers."""
     headers = Path(torch.__file__).parent / "include"
     includes = [f"-I{headers}", f"-I{headers / 'torch/csrc/api/include'}"]
+    torch_libraries = [f"-L{headers.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    source = "".join(f'#include "{path}"\n' for path in sorted(_SOURCES.glob("*.cpp")))
     with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
-        objects = {path: Path(folder, f"{path.stem}.o") for path in _SOURCES.glob("*.cpp")}
-        commands = [["g++", *_FLAGS, *includes, "-c", str(path), "-o", str(objects[path])] for path in objects]
-        running = [subprocess.Popen(command) for command in commands]
-        codes = [process.wait() for process in running]
-        if any(codes):
-            raise RuntimeError(f"the compiler's exit codes: {codes}")
         library = Path(folder, "simulated.so")
-        torch_libraries = [f"-L{headers.parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-        subprocess.run(
-            ["g++", "-shared", *map(str, objects.values()), *torch_libraries, "-o", str(library)], check=True
-        )
+        command = ["g++", *_FLAGS, *includes, "-shared", "-x", "c++", "-", *torch_libraries, "-o", str(library)]
+        subprocess.run(command, input=source, text=True, check=True)
         library.replace(made)
