@@ -112,7 +112,12 @@ class ForkedWorlds:
         )
 
     def script(
-        self, script: Path, *words: str, num_instances: int | None = None, num_replicas: int | None = None
+        self,
+        script: Path,
+        *words: str,
+        num_instances: int | None = None,
+        num_replicas: int | None = None,
+        parallelism: Parallelism = Parallelism(),  # noqa: B008 - it is frozen
     ) -> list[list[str]]:
         """The lines that ``script`` prints in each instance; it runs in its own folder.
 
@@ -123,8 +128,9 @@ class ForkedWorlds:
                 fn=run_script,
                 arguments=(script, words),
                 num_instances=num_instances or 1,
-                num_replicas=num_replicas or num_instances or 1,
+                num_replicas=num_replicas or (num_instances or 1) // parallelism.instances_per_replica,
                 num_hosts=1,
+                parallelism=parallelism,
                 victim=None,
                 timeout_seconds=DEADLINE_SECONDS,
                 environments=None if num_instances else [{}],

@@ -1,12 +1,10 @@
 """The example of large models trains alike by every mapping."""
 
-import sys
-
 import pytest
 
+from popdist.ground.layout import Parallelism
 from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT
-from tests.running import Poprun
 
 PROGRAM = ROOT / "examples" / "train_gpt.py"
 NUM_STEPS = 4
@@ -26,9 +24,9 @@ def test_losses_are_the_same_by_every_mapping(forked_world: ForkedWorlds) -> Non
     """Four instances share one replica, or hold four whole ones whose weights are sharded."""
     (alone,) = (losses(it) for it in forked_world.script(PROGRAM, *WORDS, num_instances=1))
     sharded, *_ = forked_world.script(PROGRAM, *WORDS, "--fully-sharded", num_instances=4)
-    poprun = Poprun(options=("--launcher", "local", "--tag-output=no"))
-    mapping = ("-n", "4", "--parallelism", "tensor=2,pipeline=2")
-    shared = poprun(*mapping, sys.executable, str(PROGRAM), *WORDS).succeeded().lines
+    mapping = Parallelism(instances_per_replica=4, tensor=2, pipeline=2)
+    ends = forked_world.script(PROGRAM, *WORDS, num_instances=4, parallelism=mapping)
+    shared = [line for lines in ends for line in lines]
 
     assert alone[-1] < alone[0] - 0.3
     for found in (sharded, shared):
