@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from popdist.ground import torch_private
+from popdist.ground import torch_private_groups
 from popdist.ground.accelerators import accelerator
 from tests.accelerator import simulated
 
@@ -41,7 +41,7 @@ class SimulatedCollectives:
     """What popdist calls of a process group of NCCL."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._gloo: Any = torch_private.connect_gloo(store, rank, size, timeout, None)
+        self._gloo: Any = torch_private_groups.connect_gloo(store, rank, size, timeout, None)
         self._size = size
         self._streams: dict[torch.device, torch.Stream] = {}
 

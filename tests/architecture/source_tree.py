@@ -94,6 +94,23 @@ def comments(module: Module) -> tuple[str, ...]:
     return tuple(" ".join(it.replace("# ", "").split()) for it in _COMMENT.findall(text))
 
 
+def names_read(module: Module) -> set[str]:
+    """The names that it reads of anything, also as text, and the parts of those that it imports."""
+    found = set[str]()
+    parts = {id(part) for node in module.nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in module.nodes:
+        match node:
+            case ast.Attribute(attr=name):
+                found.add(name)
+            case ast.Constant(value=str(name)) if id(node) not in parts:
+                found.add(name)
+            case ast.ImportFrom(module=path, names=names):
+                found |= {*(path or "").split("."), *(alias.name for alias in names)}
+            case ast.Import(names=names):
+                found |= {part for alias in names for part in alias.name.split(".")}
+    return found
+
+
 def imports(module: Module) -> frozenset[str]:
     """What ``module`` imports anywhere in its text, as names of modules."""
     return frozenset(_imported(module.nodes))

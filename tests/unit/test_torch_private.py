@@ -1,4 +1,7 @@
-"""Private names of torch: what they do, and what happens in a torch that lacks one."""
+"""Private names of torch: what they do, and what happens in a torch that lacks one.
+
+Holds popdist.ground.torch_private_groups.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from popdist.errors import BackendError, DescriptionError, PopdistWarning
 from popdist.gradients import partial_gradients
 from popdist.gradients.flat_buffers import GradientLayout
 from popdist.gradients.shards import remember
-from popdist.ground import torch_private
+from popdist.ground import torch_private, torch_private_groups
 
 
 def test_autograd_runs_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,16 +86,16 @@ def test_works_and_futures_without_torchs_names(monkeypatch: pytest.MonkeyPatch)
         raise ValueError("revealed")
 
     raising, plain = Future[str](), Future[str]()
-    torch_private.set_failure(raising, "value", reveal)
+    torch_private_groups.set_failure(raising, "value", reveal)
     with pytest.raises(ValueError, match="revealed"):
         raising.wait()
-    assert torch_private.done_work([]).is_completed()
-    monkeypatch.setattr(torch_private, "_set_unwrap_func", None)
-    monkeypatch.setattr(torch_private, "_create_work_from_future", None)
-    torch_private.set_failure(plain, "value", reveal)
+    assert torch_private_groups.done_work([]).is_completed()
+    monkeypatch.setattr(torch_private_groups, "_set_unwrap_func", None)
+    monkeypatch.setattr(torch_private_groups, "_create_work_from_future", None)
+    torch_private_groups.set_failure(plain, "value", reveal)
     assert plain.wait() == "value"
     monkeypatch.delattr("torch._C._distributed_c10d")
-    for names in vars(torch_private), run_path(torch_private.__file__):
+    for names in vars(torch_private_groups), run_path(torch_private_groups.__file__):
         with pytest.raises(RuntimeError, match="use the backend gloo"):
             names["done_work"]([])
 
@@ -175,7 +178,7 @@ def test_gloo_groups_without_torchs_names(monkeypatch: pytest.MonkeyPatch, name:
     owners = [gloo, *gloo._Options.__mro__]
 
     def connect() -> Any:
-        return torch_private.connect_gloo(HashStore(), 0, 1, timedelta(seconds=30), "no address")
+        return torch_private_groups.connect_gloo(HashStore(), 0, 1, timedelta(seconds=30), "no address")
 
     with pytest.raises(RuntimeError, match="no address"):
         connect()
@@ -190,7 +193,7 @@ def test_nccl_groups_without_torchs_name(name: str) -> None:
     timeout = timedelta(seconds=30)
     nccl = Mock(side_effect=lambda *arguments: arguments, Options=lambda: SimpleNamespace(**{name: None}))
 
-    made = torch_private.connect_direct(nccl, HashStore(), 0, 1, timeout)[-1]
+    made = torch_private_groups.connect_direct(nccl, HashStore(), 0, 1, timeout)[-1]
 
     assert vars(made) == {name: timeout if name == "_timeout" else None}
 
@@ -239,7 +242,7 @@ def test_modules_are_not_measured_without_torchs_modes(monkeypatch: pytest.Monke
         made = torch.ones(2**20, 2**20, dtype=torch.float32) + 1
     assert made.shape == (2**20, 2**20)
     assert torch.ops.aten.add.Tensor in seen
-    monkeypatch.setattr(torch_private, "_find", lambda *_: None)
+    monkeypatch.setattr(torch_private, "find", lambda *_: None)
     with pytest.raises(DescriptionError, match="lacks FakeTensorMode"), torch_private.fake_tensors():
         pass
     monkeypatch.setattr(torch_private, "import_module", Mock(side_effect=ImportError))
@@ -302,7 +305,7 @@ def test_older_torchs_keep_no_work_that_they_get(
     """Functions of torch.distributed do, and are seen through what torch.compiler.disable wraps around."""
     monkeypatch.setattr(torch, "__version__", version)
     frame = cast("FrameType", currentframe())
-    assert torch_private.keeps_works(frame) is is_kept
+    assert torch_private_groups.keeps_works(frame) is is_kept
 
     def called_by(*namespaces: dict[str, Any]) -> Any:
         frames = None
@@ -311,8 +314,8 @@ def test_older_torchs_keep_no_work_that_they_get(
         return SimpleNamespace(f_back=frames)
 
     wrapper = {"__name__": "torch._dynamo.eval_frame"}
-    assert torch_private.keeps_works(called_by(vars(distributed_c10d), wrapper, wrapper))
-    assert torch_private.keeps_works(called_by(wrapper)) is is_kept
+    assert torch_private_groups.keeps_works(called_by(vars(distributed_c10d), wrapper, wrapper))
+    assert torch_private_groups.keeps_works(called_by(wrapper)) is is_kept
 
 
 def test_stores_serve_a_socket_that_listens_in_older_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,26 +323,26 @@ def test_stores_serve_a_socket_that_listens_in_older_torchs(monkeypatch: pytest.
     seen = list[bool]()
     for version in ("2.6.0", "2.7.1+cu126", "2.8.0", "2.15.0"):
         monkeypatch.setattr(torch, "__version__", version)
-        monkeypatch.setattr(torch_private, "TCPStore", lambda _host, use_libuv: seen.append(use_libuv))
-        torch_private.tcp_store("host")
+        monkeypatch.setattr(torch_private_groups, "TCPStore", lambda _host, use_libuv: seen.append(use_libuv))
+        torch_private_groups.tcp_store("host")
     assert seen == [False, False, True, True]
 
 
 def test_operators_say_what_they_are_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which arguments there are, and which name each has, differs; one that is not there is refused."""
-    assert torch_private.arguments_of("barrier")[:3] == ["tensor", "process_group", "device_ids"]
+    assert torch_private_groups.arguments_of("barrier")[:3] == ["tensor", "process_group", "device_ids"]
     with pytest.raises(RuntimeError, match="lacks c10d::no_such: use the backend gloo"):
-        torch_private.arguments_of("no_such")
+        torch_private_groups.arguments_of("no_such")
 
 
 def test_options_have_the_field_that_older_ones_lack() -> None:
     """A class of the same kind, so that torch takes it."""
     older = type("Options", (), {})
-    made = torch_private.with_async_op(older)()
+    made = torch_private_groups.with_async_op(older)()
     made.asyncOp = False
     assert isinstance(made, older)
-    assert torch_private.with_async_op(older)().asyncOp
-    assert torch_private.with_async_op(dist.BroadcastOptions) is dist.BroadcastOptions
+    assert torch_private_groups.with_async_op(older)().asyncOp
+    assert torch_private_groups.with_async_op(dist.BroadcastOptions) is dist.BroadcastOptions
 
 
 def test_an_operation_is_found_among_the_arguments_where_torch_hides_it() -> None:
@@ -349,10 +352,10 @@ def test_an_operation_is_found_among_the_arguments_where_torch_hides_it() -> Non
     boxed = object()
     cases: list[tuple[list[object], Any]] = [([[], options], ops.MAX), ([[], ops.MIN], ops.MIN), ([[]], ops.SUM)]
     for arguments, wanted in cases:
-        assert torch_private.reduce_op(boxed, arguments) == wanted
-    assert torch_private.reduce_op(SimpleNamespace(op=lambda: 3), None) == ops.RedOpType(3)
+        assert torch_private_groups.reduce_op(boxed, arguments) == wanted
+    assert torch_private_groups.reduce_op(SimpleNamespace(op=lambda: 3), None) == ops.RedOpType(3)
     with pytest.raises(RuntimeError, match=r"a c10d operator itself needs torch 2\.11; this is .*call torch.dist"):
-        torch_private.reduce_op(boxed, None)
+        torch_private_groups.reduce_op(boxed, None)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +370,7 @@ def test_older_gloos_scatter_what_they_all_reduce(
     monkeypatch.setattr(torch, "__version__", version)
     output, tensor, options = torch.zeros(3), torch.arange(6.0), dist.ReduceScatterOptions()
     options.reduceOp = getattr(dist.ReduceOp, op)
-    torch_private.reduce_scatter_of(backend)(output, tensor, options)
+    torch_private_groups.reduce_scatter_of(backend)(output, tensor, options)
     assert backend._reduce_scatter_base.called == is_gloos
     if not is_gloos:
         assert backend.allreduce.call_args.args[1].reduceOp == options.reduceOp
@@ -377,9 +380,9 @@ def test_older_gloos_scatter_what_they_all_reduce(
 def test_groups_are_shut_down_by_older_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the kind, by their own method; others as torch does."""
     torchs_own, ours = Mock(), Mock(spec=["shutdown"])
-    monkeypatch.setattr(torch_private, "_shutdown_backend", torchs_own)
+    monkeypatch.setattr(torch_private_groups, "_shutdown_backend", torchs_own)
     monkeypatch.setattr(distributed_c10d, "_shutdown_backend", torchs_own, raising=False)
-    torch_private.have_shut_down(type(ours))
+    torch_private_groups.have_shut_down(type(ours))
     shut_down: Any = vars(distributed_c10d)["_shutdown_backend"]
     shut_down(ours)
     shut_down("another's")

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist.errors import OptimizerError
+from popdist.ground.torch_private import step_without_hooks
 from popdist.optim.pieces import PieceOptimizer, is_piece_optimizer
 
 REASONS: Final = {
@@ -257,7 +258,4 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
 
 def quiet_step(optimizer: Optimizer) -> None:
     """Step without torch's hooks around a step, because this step is part of another step or of a check."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch's wrapper for hooks and profiles sets this attribute
-        step = step.__wrapped__
-    functools.partial(step, optimizer)()
+    functools.partial(step_without_hooks(type(optimizer)), optimizer)()

@@ -385,7 +385,7 @@ class PhasedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch's GradScaler leaves it to the optimizer to divide gradients and skip steps."""
-        return any(getattr(it.optimizer, "_step_supports_amp_scaling", False) for it in self._steppers)
+        return any(torch_private.divides_gradients(it.optimizer) for it in self._steppers)
 
     def _whole_state(self, parameter: Tensor) -> State:
         """The state of one parameter, read from the store."""

@@ -21,7 +21,7 @@ from popdist.exchange.host_memory.in_place import MayMove
 from popdist.exchange.process_group.watched_calls import call_in_words, do_watched
 from popdist.exchange.process_group.work_queue import DoneWork, WorkQueue
 from popdist.exchange.transport.hosts import SeveralHosts
-from popdist.ground import torch_private
+from popdist.ground import torch_private_groups
 from popdist.ground.progress import progress_page
 
 Collectives = HostCollectives | SeveralHosts
@@ -310,7 +310,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
     """Reduce and scatter each of ``inputs`` with torch's own backend; wait if there are several inputs."""
-    call = torch_private.reduce_scatter_of(backend)
+    call = torch_private_groups.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
     if len(works) == 1:
         return works[0]

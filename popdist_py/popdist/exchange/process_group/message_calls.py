@@ -27,7 +27,7 @@ from popdist.exchange.process_group.group_calls import (
     place_of,
 )
 from popdist.exchange.process_group.work_queue import NO_TIMEOUT, outside_inference
-from popdist.ground import torch_private
+from popdist.ground import torch_private_groups
 
 
 class MessageWork(dist.Work):
@@ -65,7 +65,7 @@ class MessageWork(dist.Work):
     def boxed(self) -> Any:
         """Return the result of a kernel for a message that is done."""
         self.wait()
-        return torch_private.done_work([]).boxed()
+        return torch_private_groups.done_work([]).boxed()
 
 
 class MessageCalls:

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache
 from inspect import currentframe
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] # torch exports all of them
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -42,7 +41,7 @@ from popdist.exchange.process_group.group_calls import GroupCalls, scatter_reduc
 from popdist.exchange.process_group.message_calls import MessageCalls
 from popdist.exchange.process_group.work_queue import DoneWork, PendingWork, WorkQueue, are_all_idle
 from popdist.exchange.transport.hosts import Member, connect, machine
-from popdist.ground import torch_private
+from popdist.ground import torch_private, torch_private_groups
 from popdist.ground.accelerators import accelerator
 from popdist.ground.accelerators.sharing import are_distinct
 
@@ -85,7 +84,7 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not desc
 
 
 def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    made = torch_private.connect_gloo(store, rank, size, timeout, None)
+    made = torch_private_groups.connect_gloo(store, rank, size, timeout, None)
     never_destroy_in_children(made)
     return made
 
@@ -99,23 +98,15 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
             work = torchs_own(self, *arguments, **named)
         return work if call.work is None else _kept(call.work, currentframe())
 
-    named_method: Callable[..., Work] = _named(method, name)
-    return named_method
+    return torch_private.skip_tracing(torch_private_groups.renamed(method, name))
 
 
 def _kept(work: Work, method_frame: FrameType | None) -> Work:
     """Return ``work``, or a finished work if the method's caller would not keep ``work``."""
-    if not isinstance(work, DoneWork | PendingWork) or torch_private.keeps_works(method_frame):
+    if not isinstance(work, DoneWork | PendingWork) or torch_private_groups.keeps_works(method_frame):
         return work
     work.wait()
-    return cast("Work", torch_private.done_work(work.result()))
-
-
-def _named(method: Any, name: str) -> Any:
-    """Give ``method`` torch's name, by which torch's method recognizes its caller and does not recurse."""
-    method.__code__ = method.__code__.replace(co_name=name)
-    method.__name__ = method.__qualname__ = name
-    return torch_private.skip_tracing(method)
+    return cast("Work", torch_private_groups.done_work(work.result()))
 
 
 class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs do not describe the base class
@@ -137,8 +128,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         share_tensors: bool | None = None,  # see `popdist.ground.contract.read_share_tensors`
     ) -> None:
         install_kernels()
-        accept_monitored_barriers()
-        torch_private.have_shut_down(PopdistProcessGroup)
+        torch_private_groups.accept_monitored_barriers(PopdistProcessGroup)
+        torch_private_groups.have_shut_down(PopdistProcessGroup)
         super().__init__(rank, size)
         names = Names(members=members)
         own = PrefixStore("popdist", store)
@@ -264,7 +255,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
     abort = shutdown
 
 
-for _newer, _older in torch_private.RENAMED_METHODS.items():
+for _newer, _older in torch_private_groups.RENAMED_METHODS.items():
     _name = _newer if hasattr(_ProcessGroup, _newer) else _older
     setattr(PopdistProcessGroup, _name, _method(_name))
 
@@ -278,43 +269,22 @@ def _is_flat(tensor: Tensor) -> bool:
     return tensor.dim() == 1
 
 
-@cache
-def accept_monitored_barriers() -> None:
-    """Make ``torch.distributed.monitored_barrier``, which accepts only gloo, accept popdist's groups too."""
-    torchs_own = distributed_c10d.monitored_barrier
-
-    @wraps(torchs_own)
-    def monitored_barrier(
-        group: Any = None,
-        timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-    ) -> None:
-        chosen: Any = dist.group.WORLD if group is None else group
-        if isinstance(chosen, PopdistProcessGroup):
-            given = {} if timeout is None else {"timeout": timeout}  # torch 2.6 takes no None
-            chosen.monitored_barrier(**given, wait_all_ranks=wait_all_ranks)
-        else:
-            torchs_own(group, timeout, wait_all_ranks)
-
-    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
-
-
 _OPERATORS: Final[dict[str, Any]] = {
-    "allreduce_": torch_private.with_async_op(AllreduceOptions),
-    "allreduce_coalesced_": torch_private.with_async_op(AllreduceCoalescedOptions),
-    "broadcast_": torch_private.with_async_op(BroadcastOptions),
-    "reduce_": torch_private.with_async_op(ReduceOptions),
-    "allgather_": torch_private.with_async_op(AllgatherOptions),
-    "allgather_coalesced_": torch_private.with_async_op(AllgatherOptions),
-    "_allgather_base_": torch_private.with_async_op(AllgatherOptions),
-    "allgather_into_tensor_coalesced_": torch_private.with_async_op(AllgatherOptions),
-    "reduce_scatter_": torch_private.with_async_op(ReduceScatterOptions),
-    "_reduce_scatter_base_": torch_private.with_async_op(ReduceScatterOptions),
-    "reduce_scatter_tensor_coalesced_": torch_private.with_async_op(ReduceScatterOptions),
-    "alltoall_": torch_private.with_async_op(AllToAllOptions),
-    "alltoall_base_": torch_private.with_async_op(AllToAllOptions),
-    "scatter_": torch_private.with_async_op(ScatterOptions),
-    "barrier": torch_private.with_async_op(BarrierOptions),
+    "allreduce_": torch_private_groups.with_async_op(AllreduceOptions),
+    "allreduce_coalesced_": torch_private_groups.with_async_op(AllreduceCoalescedOptions),
+    "broadcast_": torch_private_groups.with_async_op(BroadcastOptions),
+    "reduce_": torch_private_groups.with_async_op(ReduceOptions),
+    "allgather_": torch_private_groups.with_async_op(AllgatherOptions),
+    "allgather_coalesced_": torch_private_groups.with_async_op(AllgatherOptions),
+    "_allgather_base_": torch_private_groups.with_async_op(AllgatherOptions),
+    "allgather_into_tensor_coalesced_": torch_private_groups.with_async_op(AllgatherOptions),
+    "reduce_scatter_": torch_private_groups.with_async_op(ReduceScatterOptions),
+    "_reduce_scatter_base_": torch_private_groups.with_async_op(ReduceScatterOptions),
+    "reduce_scatter_tensor_coalesced_": torch_private_groups.with_async_op(ReduceScatterOptions),
+    "alltoall_": torch_private_groups.with_async_op(AllToAllOptions),
+    "alltoall_base_": torch_private_groups.with_async_op(AllToAllOptions),
+    "scatter_": torch_private_groups.with_async_op(ScatterOptions),
+    "barrier": torch_private_groups.with_async_op(BarrierOptions),
     "send": None,
     "recv_": None,
     "recv_any_source_": None,
@@ -384,7 +354,7 @@ def install_kernels(device_key: str = "CPU") -> Any:
 
 
 def _kernel(name: str, options: Any) -> Callable[..., object]:
-    names = torch_private.arguments_of(name)  # the arguments depend on torch's version
+    names = torch_private_groups.arguments_of(name)  # the arguments depend on torch's version
     method = "recv_anysource" if name == "recv_any_source_" else name.removesuffix("_")
 
     def kernel(*arguments: Any) -> object:
@@ -397,7 +367,7 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:
         group = dist.ProcessGroup.unbox(given["process_group"])
         calls = getattr(group, "message_calls" if options is None else "calls", None)
         if calls is None and torch_private.is_older_than(2, 11):
-            return torch_private.call_torchs_kernel(name, group, arguments)
+            return torch_private_groups.call_torchs_kernel(name, group, arguments)
         call = _current.call
         if options is None:
             opts: tuple[Any, ...] = ()
@@ -427,7 +397,7 @@ def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> A
         if value is None:
             continue
         if name == "reduce_op":
-            value = torch_private.reduce_op(value, None if call is None else call.arguments)
+            value = torch_private_groups.reduce_op(value, None if call is None else call.arguments)
         elif name == "timeout":
             if value < 0:
                 continue
@@ -478,7 +448,7 @@ def _call_group(
 
 @cache
 def _placeholder() -> Any:
-    return torch_private.done_work([]).boxed()
+    return torch_private_groups.done_work([]).boxed()
 
 
 def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:

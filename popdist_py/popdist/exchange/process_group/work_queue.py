@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from popdist.exchange.host_memory.barriers import wait_until
 from popdist.exchange.host_memory.forks import call_at_exit
-from popdist.ground import torch_private
+from popdist.ground import torch_private_groups
 
 _END_SECONDS: Final = 5.0
 """Seconds that the thread may take to end after this rank has left the group."""
@@ -51,7 +51,7 @@ class _Work(dist.Work):
 
     def boxed(self) -> Any:
         """Return the result of a kernel for a finished collective: torch's own work, which needs no Python."""
-        return torch_private.done_work(self.result()).boxed()
+        return torch_private_groups.done_work(self.result()).boxed()
 
 
 class PendingWork(_Work):
@@ -103,7 +103,7 @@ class PendingWork(_Work):
                 return
         except Exception as caught:  # noqa: BLE001 - the thread that waits for the work raises this error
             error = caught
-        torch_private.set_failure(self._future, _Failure(error), _Failure.reveal)
+        torch_private_groups.set_failure(self._future, _Failure(error), _Failure.reveal)
 
 
 class _Failure:

@@ -24,6 +24,7 @@ from popdist.exchange.host_memory.barriers import wait_until
 from popdist.exchange.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.ground.accelerators import accelerator
 from popdist.ground.progress import progress_page
+from popdist.ground.torch_private_groups import gather_into
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class Channel:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every instance's accelerator tensor, stacked; only issued functions may call this method."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
-        self._process_group._allgather_base(as_bytes(gathered), as_bytes(tensor)).wait()  # noqa: SLF001 - torch's name
+        gather_into(self._process_group, as_bytes(gathered), as_bytes(tensor))
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

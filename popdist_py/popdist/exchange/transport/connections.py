@@ -22,7 +22,7 @@ from popdist.exchange.host_memory.host_collectives import HostCollectives
 from popdist.exchange.host_memory.host_group import ShortMessages
 from popdist.exchange.transport.channel import Channel, as_backend_error
 from popdist.exchange.transport.hosts import HostMessages, Member, RankPlace, SeveralHosts, connect
-from popdist.ground import torch_private
+from popdist.ground import torch_private_groups
 from popdist.ground.accelerators import BACKENDS, accelerator
 from popdist.ground.accelerators.sharing import are_distinct
 
@@ -97,7 +97,7 @@ class Connections:
     def _connect(self, store: Store) -> Any:
         with as_backend_error(f"{self.names.of([self.instance_index])} could not be connected with the others"):
             timeout = timedelta(seconds=self.timeout_seconds)
-            made = torch_private.connect_gloo(
+            made = torch_private_groups.connect_gloo(
                 store, self.instance_index, self.num_instances, timeout, self._address
             )
         never_destroy_in_children(made)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from popdist.errors import BackendError
-from popdist.ground import torch_private
+from popdist.ground import torch_private_groups
 from popdist.ground.contract import STORE, STORE_DESCRIPTOR, Contract, Endpoint
 from popdist.ground.environments import Environment, Launcher
 from popdist.ground.environments.slurm import store_ports
@@ -96,7 +96,7 @@ def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> T
                 (master.host, master.port), family=_family(master.host), backlog=BACKLOG
             )
             descriptor = listener.detach()
-    return torch_private.tcp_store(
+    return torch_private_groups.tcp_store(
         master.host,
         master.port,
         contract.num_instances,
@@ -109,7 +109,7 @@ def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> T
 
 
 def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, timeout: timedelta) -> TCPStore:
-    return torch_private.tcp_store(
+    return torch_private_groups.tcp_store(
         address.host,
         address.port,
         contract.num_instances,

@@ -29,6 +29,7 @@ from popdist.exchange.transport.connections import Connections
 from popdist.exchange.transport.hosts import SeveralHosts
 from popdist.exchange.transport.serial_backend import SerialBackend
 from popdist.exchange.transport.two_level import TwoLevelReduction, WaitingPeers
+from popdist.ground.torch_private_groups import gather_into
 from popdist.ground.tree import Node
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ class TorchBackend:
             gathered.copy_(self.all_gather(tensor.cpu()))
         else:
             with as_backend_error(_NO_DATA):
-                direct._allgather_base(as_bytes(gathered), as_bytes(tensor)).wait()  # noqa: SLF001 - torch's name
+                gather_into(direct, as_bytes(gathered), as_bytes(tensor))
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

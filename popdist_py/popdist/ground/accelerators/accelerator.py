@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError
-from popdist.ground import torch_private
+from popdist.ground import torch_private, torch_private_groups
 from popdist.ground.accelerators import TYPES
 from popdist.ground.contract import Contract
 
@@ -139,7 +139,7 @@ def collectives_of(device_type: str) -> str:
 
 def connect(device_type: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Connect the ranks of a group with the backend of :func:`collectives_of`; initializes the accelerator."""
-    return torch_private.connect_direct(
+    return torch_private_groups.connect_direct(
         getattr(dist, _DIRECT[collectives_of(device_type)]), store, rank, size, timeout
     )
 

@@ -26,7 +26,7 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports FileStore, but not for type checkers
 
 from popdist.errors import BackendError, StoreError
-from popdist.ground.torch_private import connect_gloo
+from popdist.ground.torch_private_groups import connect_gloo
 from popdist.phases.store_file import StoreFile, StoreThreads, allocate, make_buffer
 
 _PHASE_SECONDS: Final = 0.3

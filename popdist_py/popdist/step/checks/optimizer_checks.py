@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from popdist.errors import BackendError, GradientError, MicroBatchError, OptimizerError
 from popdist.exchange.process_group.registration import remember_wrappers
 from popdist.gradients.optimizer_steps import closure_of, is_reduced, parameters_of, training_loop, with_closure
-from popdist.ground import torch_private
+from popdist.ground import torch_private_groups
 from popdist.ground.local_tensors import is_distributed
 from popdist.job import context
 from popdist.step.checks.step_checks import CheckedSteps, is_checked
@@ -105,7 +105,7 @@ class _Sent:
     def until_now(cls, num_steps: int) -> Self:
         """Return the data that this process has sent until now."""
         num_bytes = context.current_job().group.num_bytes if context.is_initialized() else 0
-        num_calls = torch_private.num_collectives(apart_from=context.instances_of_replica())
+        num_calls = torch_private_groups.num_collectives(apart_from=context.instances_of_replica())
         return cls(num_bytes=num_bytes, num_calls=num_calls, num_steps=num_steps)
 
 

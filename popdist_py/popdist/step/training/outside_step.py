@@ -21,7 +21,7 @@ from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.optimizer_steps import mark_reduced, mark_used
 from popdist.gradients.reduction import NotFinite, StepAgreement, not_finite_error
 from popdist.gradients.step_headers import NO_CHECKS, MeanOrSum, ModelChecks, StepChecks
-from popdist.ground import torch_private
+from popdist.ground import torch_private, torch_private_groups
 from popdist.ground.layout import ReplicaLayout
 from popdist.job import context
 from popdist.step.training.step import LoneStep, Step, raise_not_finite_of_parts, reduced_modules
@@ -80,7 +80,7 @@ class AutomaticReduction:
         self.is_computing = True
         if self._layout.num_local_replicas > 1:
             replicas_in_turn.add(self)
-            self._num_collectives = torch_private.num_collectives()
+            self._num_collectives = torch_private_groups.num_collectives()
         for other in _suspended and _suspended - {self}:
             other._open_window()  # noqa: SLF001 - of this class
 
@@ -94,7 +94,7 @@ class AutomaticReduction:
 
     def refuse_collectives(self) -> None:
         """Refuse collectives of torch in the micro batch that ends, where this instance has several replicas."""
-        if self in replicas_in_turn and torch_private.num_collectives() > self._num_collectives:
+        if self in replicas_in_turn and torch_private_groups.num_collectives() > self._num_collectives:
             refuse_in_turn(None, "a collective of torch.distributed")
 
     def _open_window(self) -> None:

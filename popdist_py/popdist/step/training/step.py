@@ -25,6 +25,7 @@ from popdist.gradients.optimizer_steps import mark_used, parameters_of
 from popdist.gradients.reduction import NO_SAMPLES, GradientKeeper, NotFinite, StepAgreement, not_finite_error
 from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
 from popdist.ground.progress import progress_page
+from popdist.ground.torch_private import divides_gradients
 from popdist.ground.tree import TreeSum
 from popdist.job import context
 from popdist.job.collectives import gather_bytes
@@ -286,9 +287,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
         parameters = parameters_of(optimizer)
         # torch makes it with the first loss, which a stage that is not the last, or one without samples, has not
         scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters[0].device))
-        looks = not is_step or getattr(
-            optimizer, "_step_supports_amp_scaling", False
-        )  # else torch calls unscale_()
+        looks = not is_step or divides_gradients(optimizer)  # otherwise torch calls unscale_()
         if looks and scaler.is_enabled() and context.environment().contract.parallelism.is_shared:
             _share_infinity(parameters)
         result = method(scaler, optimizer, *args, **kwargs)
