@@ -40,12 +40,12 @@ _DOUBLE: Final = frozenset({torch.float64, torch.complex128})
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of ``dtype`` are added."""
+    """Return the dtype in which numbers of ``dtype`` are added."""
     return torch.float64 if dtype in _DOUBLE else torch.float32
 
 
 def check_gradient_dtype(dtype: object) -> torch.dtype | None:
-    """``dtype``, if gradients can be rounded to it, or None, which rounds nothing; else an error."""
+    """Return ``dtype`` if it is None or gradients can be rounded to ``dtype``; raise an error otherwise."""
     if dtype is not None and dtype not in HALVES:
         raise GradientError(
             f"gradient_dtype={dtype!r}: gradients can be rounded to torch.bfloat16 or torch.float16, or not at "
@@ -55,7 +55,7 @@ def check_gradient_dtype(dtype: object) -> torch.dtype | None:
 
 
 def num_real_elements(tensor: Tensor) -> int:
-    """How many real numbers ``tensor`` has here; a complex number is two."""
+    """Return the number of real numbers of ``tensor`` on this instance; a complex number counts as two."""
     return local_part(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
@@ -66,7 +66,7 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The numbers of ``flat`` in the shapes, dtypes and strides of ``like``; they may share memory with it."""
+    """Split ``flat`` into tensors with the shapes, dtypes and strides of ``like``, perhaps views of ``flat``."""
     parts = flat.split([num_real_elements(tensor) for tensor in like])
     return [_shaped(part, tensor) for part, tensor in zip(parts, like, strict=True)]
 
@@ -207,7 +207,7 @@ class GradientLayout:
         return sum(1 << i for i, parameter in enumerate(self._parameters) if parameter.grad is not None)
 
     def not_finite(self) -> int | None:
-        """The first parameter whose gradient holds NaN or infinity; None when there is none."""
+        """Return the first parameter whose gradient has NaN or infinity; None if there is no such parameter."""
         gradients = [local_gradient(parameter) for parameter in self._parameters]  # of all: the others wait
         found = [(i, gradient.isfinite().all()) for i, gradient in enumerate(gradients) if gradient is not None]
         # one wait for all gradients of an accelerator
@@ -281,7 +281,7 @@ class GradientLayout:
 
 
 def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
-    """The numbers of ``flat`` from ``start`` in the shape and order of memory of ``parameter``."""
+    """Return the numbers of ``flat`` from ``start``, in the shape and memory order of ``parameter``."""
     part = flat[start : start + num_real_elements(parameter)]
     if parameter.is_complex():
         part = torch.view_as_complex(part.view(-1, 2))
@@ -290,13 +290,13 @@ def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
 
 
 def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:
-    """The partial sums that ``instance`` can make of its own replicas."""
+    """Return the tree nodes that ``instance`` can add from its own replicas."""
     replicas = layout.replicas_of(instance)
     return aligned_nodes(replicas.start, replicas.stop, layout.num_replicas)
 
 
 def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | None:
-    """For each host of ``num_local`` instances the one node that they make; None where they make up none."""
+    """Return the one tree node of each host of ``num_local`` instances; None if a host's replicas are no node."""
     block = layout.num_local_replicas * num_local
     if block & (block - 1):
         return None
@@ -305,7 +305,7 @@ def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | 
 
 
 def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) -> TwoLevelReduction:
-    """The sum over all replicas of tensors on ``device``: in the memory of each host first, where that can be."""
+    """Return the sum of tensors on ``device`` over all replicas, first in each host's memory if possible."""
     backend = group.backend
     local_collectives = None if device.type != "cpu" else backend.local_collectives
     nodes = None if local_collectives is None else nodes_of_hosts(layout, local_collectives.size)
@@ -414,7 +414,7 @@ class SharedSum:
         self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
 
     def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
-        """The flat tensors of node ``position`` in an instance's ``memory``; each begins at a cache line."""
+        """Return node ``position``'s flat tensors in an instance's ``memory``; each begins at a cache line."""
         start, tensors = position * sum(self._stretches), []
         for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
             tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
@@ -430,7 +430,7 @@ class RepeatedSum:
         self._shared: SharedSum | None = None
 
     def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
-        """The sum over all replicas, of which ``own`` are this instance's nodes; all instances call it."""
+        """Return the sum over all replicas; ``own`` are this instance's nodes. All instances call this method."""
         if layout.num_instances == 1:
             return finish(own, layout.num_replicas, add_flat)
         rows, host = list(own.values()), group.backend.host_group

@@ -127,7 +127,7 @@ class KeptGradients(GradientKeeper):
         self._replicas.push(self._memory.rounded(gradient, replica))
 
     def _sum_of(self, replica: int) -> TreeSum[FlatGradient]:
-        """The sum over the micro batches so far of a local replica."""
+        """Return the sum over the micro batches so far of a local replica."""
         if replica not in self._open:
             self._open[replica] = TreeSum(self._accumulation, self._memory.of_micro_batches.add)
         return self._open[replica]
@@ -139,7 +139,7 @@ class KeptGradients(GradientKeeper):
         return parts_of(self.gradients)
 
     def _sum(self, over: float, parts: GradientParts | None, *, are_early_right: bool) -> FlatGradient:
-        """The sum over all replicas, divided by ``over``, in wide buffers; all instances have come to it."""
+        """Return the sum over all replicas, divided by ``over``, in wide buffers; all instances call this."""
         early = None if self._early is None else self._early.wait(over, are_right=are_early_right)
         if early is not None:
             return early
@@ -148,7 +148,7 @@ class KeptGradients(GradientKeeper):
         return self._memory.widened(self._sum_at_end(1.0, parts), over)
 
     def _sum_at_end(self, over: float, parts: GradientParts | None) -> FlatGradient:
-        """The sum divided by ``over``, in the buffers in which it was added."""
+        """Return the sum, divided by ``over``, in the buffers in which the gradients were added."""
         memory, own = self._memory, self._replicas.values
         if (total := memory.sum_in_host(own, over)) is not None:
             return total

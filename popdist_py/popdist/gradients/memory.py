@@ -132,14 +132,14 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """The sum of all instances' nodes divided by ``over``; None on all where they share no memory for it."""
+        """Return the sum of all instances' nodes, divided by ``over``; None if instances share no memory."""
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None
         return None
 
     def rounded(self, gradient: FlatGradient, replica: int) -> FlatGradient:
-        """The gradient of a local replica as it is added over the replicas: itself, or rounded in narrow room."""
+        """Return ``gradient`` of a local replica, rounded into narrow buffers if gradients are added in these."""
         if self.narrow is None:
             return gradient
         narrow = self._shared_for(replica) or self.of_replicas.get()
@@ -148,7 +148,7 @@ class GradientMemory:
         return narrow
 
     def widened(self, total: FlatGradient, over: float) -> FlatGradient:
-        """The sum over all replicas, in narrow room, as a wide one, divided by ``over``."""
+        """Return ``total``, a sum in narrow buffers, as a sum in wide buffers, divided by ``over``."""
         wide = self.of_micro_batches.get()
         wide.copy(total)
         scale_flat(wide.tensors, over=over)
@@ -325,7 +325,7 @@ def _copy(gradient: Tensor) -> Tensor:
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """The elements of ``gradient`` that are here."""
+    """Return the elements of ``gradient`` that this instance has."""
     if isinstance(gradient, PartialGradient):
         return gradient.here
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else local_part(gradient)

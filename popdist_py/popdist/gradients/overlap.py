@@ -81,7 +81,7 @@ def _buckets_of(number: int, buffer: FlatBuffer) -> Iterable[Bucket]:
 
 
 def runs_of(bucket: Bucket) -> list[slice]:
-    """The pieces of a bucket in its flat buffer: equal but for the last, and beginning at cache lines."""
+    """Return the pieces of a bucket; all but the last are equal, and each begins at a cache line."""
     size = bucket.stop - bucket.start
     num_pieces = max(1, (size + PIECE_SIZE // 2) // PIECE_SIZE)
     width = -(-size // (num_pieces * ALIGNMENT)) * ALIGNMENT
@@ -159,19 +159,19 @@ class Overlap:
         return BucketAllReduce(self.channel, nodes, self._num_replicas, into, local)
 
     def num_expected(self) -> list[int]:
-        """For each bucket, how many of its parameters will get a gradient; more where nothing is known."""
+        """Return for each bucket how many parameters will get a gradient; too many where nothing is known."""
         return [
             sum(id(member) in self.expected for member in members) + (not self.expected)
             for members in self.members
         ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
-        """The sum of the step that begins; None where its gradients shall not go early."""
+        """Return the sum of the step that begins; None if its gradients shall not be sent early."""
         number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
     def number_of_step(self) -> int:
-        """A number for what this instance would send early in the step that begins; 0 for nothing."""
+        """Return a number for the gradients that this instance would send early in a step; 0 for none."""
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
@@ -199,7 +199,7 @@ class Overlap:
                 total.start_waiting()
 
     def finish(self, over: float) -> FlatGradient:
-        """The sums over the job divided by ``over``, in wide buffers, when all buckets were sent."""
+        """Return the sums over the job, divided by ``over``, in wide buffers, after all buckets were sent."""
         total = self.sums if self._narrow is None else self.replica
         number = self.channel.num_issued - sum(map(len, self._pieces))
         for bucket, pieces in zip(self.buckets, self._pieces, strict=True):
@@ -255,7 +255,7 @@ class LastMicroBatch:
 
     @torch.no_grad()
     def add(self, number: int, weight_scale: float) -> list[Tensor]:
-        """The tree nodes of bucket ``number``, whose gradients are complete, with the bits of the step's end."""
+        """Return the tree nodes of bucket ``number``, bitwise equal to the nodes at the end of the step."""
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
             slot = wide.slot_of[id(parameter)]

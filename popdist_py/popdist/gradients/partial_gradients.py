@@ -248,7 +248,7 @@ class GradientParts:
         self.number = 1 + int.from_bytes(digest, "little")
 
     def add(self, group: Group, layout: ReplicaLayout, own: Sequence[FlatGradient], over: float) -> FlatGradient:
-        """The sum over all replicas, divided by ``over``, where this instance needs it; elsewhere anything."""
+        """Return the sum over all replicas, divided by ``over``; only the elements needed here are right."""
         for nodes, wanted in zip(zip(*(node.tensors for node in own), strict=True), self._wanted, strict=True):
             scatter_sum(group, layout, nodes, wanted)
             if over != 1:
@@ -268,7 +268,7 @@ _known: Final[weakref.WeakKeyDictionary[GradientLayout, GradientParts]] = weakre
 
 
 def parts_of(gradients: GradientLayout) -> GradientParts | None:
-    """The parts that the instances update; None where, as far as this one knows, an instance needs more."""
+    """Return the parts that the instances update; None if, as far as known here, an instance needs more."""
     parameters = {index: parameter for buffer in gradients.flat_buffers for index, parameter, _ in buffer.members}
     ranges = [ranges_of(parameters[index]) for index in range(len(parameters))]
     found = [own_ranges for own_ranges in ranges if own_ranges is not None]

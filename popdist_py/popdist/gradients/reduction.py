@@ -162,7 +162,7 @@ class StepAgreement:
             self.weight_scale()
 
     def weight_scale(self, timeout_seconds: float | None = None) -> float:
-        """What weights of micro batches are divided by; the first call waits until all instances have begun."""
+        """Return the divisor of micro batches' weights; the first call waits until all instances have begun."""
         if self._weight_scale is None and self._begun is not None:
             try:
                 self._compare_begins(self._begun.wait(timeout_seconds), timeout_seconds)
@@ -345,7 +345,7 @@ class StepAgreement:
 
 @lru_cache(maxsize=16)
 def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) -> float:
-    """The weights of the whole job, of each instance's nodes, added in the order of the gradients."""
+    """Return the sum of all weights of the job: each instance's nodes, added in the order of the gradients."""
     partials = {
         node: weight
         for instance, words in enumerate(weights)
@@ -382,7 +382,7 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
 
 
 def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchError:
-    """The error of a step that ``instances`` have spoiled, after a moment in which they can end with their own."""
+    """Return the error of a step that ``instances`` have spoiled; wait first, so that these raise own errors."""
     wait_for_first_error()
     return MicroBatchError(
         f"{group.name(instances)} {reason}, so this step has no gradient on any instance; if all instances "
@@ -391,7 +391,7 @@ def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchErr
 
 
 def not_finite_error(found: NotFinite, gradients: GradientLayout) -> GradientError:
-    """The error that names the parameter and the replica."""
+    """Return the error that names the parameter and the replica."""
     return GradientError(
         f"the gradient of {gradients.names[found.parameter]} on replica {found.replica} holds NaN or infinity, so "
         "this step has no gradient on any instance"

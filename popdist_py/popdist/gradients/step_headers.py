@@ -165,7 +165,7 @@ class StepChanges:
 
     @property
     def digest(self) -> int:
-        """A number of 56 bits that is equal for equal changes."""
+        """Return a number of 56 bits that is equal for equal changes."""
         return _digest(self.mask, self.others, self.irregular, self.starts)
 
 

@@ -115,7 +115,7 @@ class StoredGradient(GradientElsewhere):
 
 
 def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
-    """The stored gradients among an operator's arguments, in order."""
+    """Return the stored gradients among an operator's arguments, in order."""
     found = list[StoredGradient]()
     for value in values:
         if isinstance(value, list | tuple):
@@ -159,7 +159,7 @@ def _refuse(name: str, gradient: StoredGradient) -> None:
 
 
 def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
-    """``result``; views of gradients in it refuse to be changed, as that would be lost."""
+    """Return ``result``, in which views of gradients refuse changes, because the changes would be lost."""
     if isinstance(result, list | tuple):
         return type(result)(_without_changes(it, wholes, name) for it in result)
     places = {local_part(whole).untyped_storage().data_ptr() for whole in wholes if whole.numel()}
@@ -169,7 +169,7 @@ def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
 
 
 def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:
-    """What stands for a gradient that was used in the backward pass: an error when anything reads it.
+    """Return a stand-in for a gradient that the backward pass has used; reading the stand-in is an error.
 
     In a torch without the tensors that this needs it is None.
     """
@@ -177,5 +177,5 @@ def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:
 
 
 def stored_gradient(title: str, like: Tensor, read: Callable[[], Tensor]) -> StoredGradient:
-    """A gradient of the shape and device of ``like``, which ``read`` gives each time that it is needed."""
+    """Return a gradient with the shape and device of ``like``; each use reads the gradient by ``read``."""
     return StoredGradient(like, _Source(title, read))

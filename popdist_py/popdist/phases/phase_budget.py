@@ -34,7 +34,7 @@ _SPARE: Final = 0.02
 
 
 def limit_of(memory: str | int) -> int:
-    """The bytes that ``memory`` says: a number, or a text such as ``2 GB`` or ``1.5 GiB``."""
+    """Return the bytes of ``memory``: a number, or a text such as ``2 GB`` or ``1.5 GiB``."""
     size = None if isinstance(memory, bool) else bytes_of(str(memory))
     if size is None:
         raise WeightsError(f"memory={memory!r} is no size: give bytes, or a text such as '2 GB' or '1.5 GiB'")
@@ -73,7 +73,7 @@ class PhaseBudget:
         self._later: list[float] = []
 
     def begin_step(self, num_micro_batches: int, *, updates_apart: bool) -> None:
-        """A step begins; the first one only if there is memory for its phases."""
+        """Begin a step. Raises WeightsError in the first step if there is no memory for phases of one layer."""
         self._is_measuring = self._num_steps < _NUM_MEASURED
         self._loop = Loop(
             num_micro_batches=num_micro_batches, updates_apart=updates_apart, is_shared=self._is_shared
@@ -89,7 +89,7 @@ class PhaseBudget:
 
     @contextmanager
     def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """Within it ``unit`` computes; its weights are there."""
+        """A context in which ``unit`` computes, and the weights of ``unit`` are in memory."""
         self._make_room(unit)
         if not self._is_measuring:
             yield
@@ -110,7 +110,7 @@ class PhaseBudget:
 
     @contextmanager
     def updating(self, units: Sequence[int]) -> Iterator[None]:
-        """Within it weights of ``units`` are updated."""
+        """A context in which weights of ``units`` are updated."""
         if not self._is_measuring:
             yield
             return
@@ -122,7 +122,7 @@ class PhaseBudget:
             self._times[min(units)].update_seconds += seconds
 
     def end_step(self, order: Sequence[int]) -> None:
-        """A step has ended, which may be the one to plan behind; ``order`` is that of the first forward pass."""
+        """End a step; plan phases after the last measured step. ``order`` is the first forward pass's order."""
         seconds = perf_counter() - self._began
         self._num_steps += 1
         self._is_measuring = False
@@ -146,25 +146,25 @@ class PhaseBudget:
             give_back_memory(device)
 
     def _note_memory(self) -> None:
-        """Note what the first step has shown of memory."""
+        """Note the memory that the first step has used."""
         self._next_peak()
         self._needed = {index: times.grown_bytes for index, times in self._times.items()}
         costs = [self._cost(unit) for unit in self._memory.layers.units]
         self._beside = self._peak_bytes - memory_with(costs, self._cuts(), self._loop).total
 
     def _cuts(self) -> list[int]:
-        """The first unit of each phase."""
+        """Return the first unit of each phase."""
         return [0, *accumulate(len(phase.units) for phase in self._memory.phases)][:-1]
 
     def _next_peak(self) -> int:
-        """The most memory that the process has had since the last call."""
+        """Return the most memory that the process has used since the last call."""
         peak = peak_bytes(self._memory.device)
         self._peak_bytes = max(self._peak_bytes, peak)
         reset_peak(self._memory.device)
         return peak
 
     def _check_room(self) -> None:
-        """Refuse a limit that does not allow two phases of one layer each."""
+        """Raise WeightsError if the limit does not allow two phases of one layer each."""
         if self.limit_bytes is None:
             return
         units = [self._cost(unit) for unit in self._memory.layers.units]
@@ -178,13 +178,13 @@ class PhaseBudget:
             )
 
     def _computed(self) -> float:
-        """Seconds until now in which nothing was waited for."""
+        """Return a time in seconds that does not advance while the process waits for the store."""
         if self._memory.device.type != "cpu":
             torch.accelerator.synchronize(self._memory.device)
         return perf_counter() - self._memory.mover.waited_seconds
 
     def _cost(self, unit: Unit) -> UnitCost:
-        """What ``unit`` takes; weights that others have, too, are updated with the first one."""
+        """Return the cost of ``unit``; a weight of several units is updated with the first of these units."""
         times, size, number = self._times[unit.index], self._memory.size, self._loop.num_micro_batches
         own = [piece for piece in unit.pieces if piece.units[0] == unit.index]
         trained = [(name, it) for piece in own for name, it in piece.named if it.requires_grad]
@@ -217,7 +217,7 @@ class PhaseBudget:
         self._print(plan.sentence(self._beside))
 
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
-        """The phases that the limit allows, as far as the measured steps have shown what else is in memory."""
+        """Return the phases that the limit allows, given the memory that the measured steps used beside phases."""
         limit = self.limit_bytes or 0
         found = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
         if isinstance(found, PhasePlan):
@@ -242,5 +242,5 @@ class PhaseBudget:
 
 
 def _words(size: float) -> str:
-    """Bytes as ``memory=`` takes them, rounded up."""
+    """Return ``size`` as a text that ``memory=`` takes, rounded up."""
     return f"{-(-size // 10**6):.0f} MB"

@@ -108,7 +108,7 @@ class Mover:
             self.waited_seconds += perf_counter() - start
 
     def bytes_per_second(self, direction: Direction) -> float:
-        """How fast the store was until now; infinite if it was not asked."""
+        """Return the speed of the store until now; infinite if nothing was moved."""
         num_bytes, seconds = self._moved.get(direction, (0, 0.0))
         return num_bytes / seconds if seconds else inf
 
@@ -174,15 +174,15 @@ class PhaseMemory:
             self._bind(self._slots[-1])
 
     def phase_of(self, unit: int) -> Phase:
-        """The phase of a unit."""
+        """Return the phase of a unit."""
         return next(phase for phase in self.phases if unit in phase.units)
 
     def last_phase(self, piece: PhasePiece) -> Phase:
-        """The phase in whose backward pass the gradient of ``piece`` is complete."""
+        """Return the phase in whose backward pass the gradient of ``piece`` is complete."""
         return next((phase for phase in self.phases if piece in phase.pieces), self.resident)
 
     def _rooms(self, phase: Phase) -> tuple[dict[MemoryPlace, tuple[int, int]], int]:
-        """Where in a slot each place of ``phase`` is, and the bytes of all."""
+        """Return the room in a slot of each place of ``phase``, and the bytes of all rooms."""
         rooms, position = dict[MemoryPlace, tuple[int, int]](), 0
         whats: tuple[What, ...] = ("weights", "state", "sum")
         for what in whats:
@@ -198,7 +198,7 @@ class PhaseMemory:
         self.phase_seconds, self._counted = [0.0] * len(self.phases), perf_counter()
 
     def end_step(self) -> None:
-        """Count no longer."""
+        """Stop counting the time of each phase."""
         self._count()
         self._counted = None
 
@@ -243,7 +243,7 @@ class PhaseMemory:
         return next((slot for slot in self._slots if slot.phase is phase), None)
 
     def _slot_for(self, phase: Phase) -> _Slot:
-        """The slot that holds ``phase``, from now on if none did."""
+        """Return the slot that holds ``phase``; if no slot holds ``phase``, choose a slot for it."""
         slot = self._slot_of(phase)
         if slot is None:
             slot = self._slots[self.phases.index(phase) % 2]
@@ -251,7 +251,7 @@ class PhaseMemory:
         return slot
 
     def _wanted(self, phase: Phase, *, backward: bool) -> Wanted:
-        """What a pass reads: the weights, and backwards what is used when gradients are complete."""
+        """Return the places that a pass reads: weights; in the backward pass also places of complete gradients."""
         places = [MemoryPlace("weights", piece.index) for piece in phase.pieces]
         wanted = {place: self.addresses[place][0] for place in places}
         for piece in phase.pieces if backward else ():
@@ -272,7 +272,7 @@ class PhaseMemory:
             slot.unwritten = {}
 
     def _request(self, slot: _Slot, wanted: Wanted) -> None:
-        """Begin to read what is not there yet."""
+        """Begin to read the tensors that are not in memory yet."""
         lacking = {place: it for place, it in wanted.items() if slot.present.get(place, (None,))[0] is not it}
         if not lacking:
             return
@@ -282,7 +282,7 @@ class PhaseMemory:
         slot.present |= {place: (it, reading) for place, it in lacking.items()}
 
     def _bring(self, slot: _Slot, wanted: Wanted) -> None:
-        """Read what is not there yet, and wait until all of it is there."""
+        """Read the tensors that are not in memory yet, and wait until all tensors are in memory."""
         self._request(slot, wanted)
         for place, address in wanted.items():
             _, reading = slot.present[place]
@@ -295,7 +295,7 @@ class PhaseMemory:
                 slot.present[place] = (address, None)
 
     def _home(self, place: MemoryPlace) -> _Slot:
-        """The slot that computes with ``place``."""
+        """Return the slot that computes with ``place``."""
         is_resident = self.layers.pieces[place.piece] in self.resident.pieces or self._current is None
         phase = self.resident if is_resident or self._current is None else self._current[0]
         return next(slot for slot in self._slots if slot.phase is phase)
@@ -374,7 +374,7 @@ class PhaseMemory:
 
 
 def _joined(slot: _Slot, parts: Iterable[tuple[MemoryPlace, StoredTensors, str]]) -> list[Move]:
-    """What is to be moved, where neighbours in the file and in memory are moved together."""
+    """Return the moves; neighbours in the file and in memory are joined to one move."""
     found: list[tuple[StoreFile, Region, int]] = []
     wanted = [
         (address.file, address.regions[name], slot.rooms[place][0] + address.offsets[name])

@@ -66,7 +66,7 @@ class StoredTensors:
         return {name: self.forms[name].view(memory[begin:]) for name, begin in self.offsets.items()}
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor as it is in the file."""
+        """Return a tensor with the memory that is mapped to the file."""
         return self.file.mapped(self.regions[name], self.forms[name])
 
     def write(self, name: str, value: Tensor) -> None:
@@ -165,7 +165,7 @@ class PhaseStore:
         self._group.agree("phased(), reading what others wrote")
 
     def place_of(self, tensor: Tensor) -> tuple[StoreFile, int] | None:
-        """The file, and the place in it, of a tensor that :meth:`StoreFile.mapped` has given."""
+        """Return the file of a tensor that :meth:`StoreFile.mapped` returned, and the place in the file."""
         for file in self._files:
             if (start := file.start_of(tensor)) is not None:
                 return file, start
@@ -176,7 +176,7 @@ class PhaseStore:
         self._close()
 
     def discard(self) -> None:
-        """Close it, and remove a folder that was not there before."""
+        """Close the store; remove its folder if the store has made the folder."""
         self.close()
         if self.folder is not None and self.host_index == 0:
             self.folder.remove_if_new()
@@ -287,7 +287,7 @@ def _own_name() -> str:
 
 
 def _create(path: Path | None, num_bytes: int) -> int:
-    """A descriptor of a new file of this size, or of so much host memory."""
+    """Return the descriptor of a new file of this size, or of host memory of this size."""
     if path is None:
         if num_bytes > psutil.virtual_memory().available:
             raise StoreError(
@@ -306,7 +306,7 @@ def _create(path: Path | None, num_bytes: int) -> int:
 
 
 def _open_created(path: Path | None, pid: int, descriptor: int) -> int:
-    """Open what another instance of the host has made."""
+    """Open the file that another instance of the host has made."""
     if path is not None:
         return _opened(path, os.O_RDWR)
     try:
@@ -328,7 +328,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _file_system_of(path: Path) -> str:
-    """The kind of the file system on which ``path`` is."""
+    """Return the kind of the file system on which ``path`` is."""
     mounts = [it for it in psutil.disk_partitions(all=True) if path.is_relative_to(it.mountpoint)]
     return max(reversed(mounts), key=lambda it: len(it.mountpoint)).fstype if mounts else ""
 

@@ -79,7 +79,7 @@ class PhasedLayers:
 
 
 def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> PhasedLayers:
-    """The units of ``model``: layers that it repeats, or those named, and what else has weights directly."""
+    """Return the units of ``model``: repeated or named layers, and other modules that have weights directly."""
     layers = [it for run in runs_of_layers(model) for it in run] if layers is None else [*layers]
     chosen = chosen_layers(model, layers, "phased")
     modules = dict(_walk(model, "", set(chosen), set()))
@@ -103,7 +103,7 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> P
 def _walk(
     module: nn.Module, name: str, chosen: set[nn.Module], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of each unit, in the order in which the model holds them."""
+    """Yield the name and the module of each unit, in the order of the model's modules."""
     if module in seen:
         return
     seen.add(module)
@@ -123,7 +123,7 @@ def _has_own_weights(module: nn.Module) -> bool:
 
 
 def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
-    """The units of these modules, with the pieces of all weights."""
+    """Return the units of these modules, and the pieces of all weights."""
     users: dict[Parameter, list[int]] = {}
     for index, module in enumerate(modules.values()):
         for parameter in module.parameters():
@@ -224,13 +224,13 @@ class CallCounts:
         ] = {}  # sums of gradients in autocast's dtype
 
     def begin_micro_batch(self) -> None:
-        """A micro batch begins."""
+        """Begin a micro batch."""
         self.micro_batch, self._is_passed_back, self._unit = object(), False, None
         for it in (self._counts, self._num_casts, self._shared, self._casts):
             it.clear()
 
     def end_micro_batch(self) -> None:
-        """A micro batch has ended; forward passes without a backward pass add nothing to its gradients."""
+        """End a micro batch; its forward passes without a backward pass add nothing to the gradients."""
         self.micro_batch = None
         for key in [*self._casts]:
             self._add_held(key)

@@ -136,7 +136,7 @@ class PhasedModel(WrappingModel):
         return self.phased_steps.run.budget.predicted_seconds
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward pass."""
+        """Run the module's own forward pass."""
         self.phased_steps.check_forward()
         if self.phased_steps.layout.num_replicas > 1:
             return self.phased_steps.forward(partial(self.module, *args, **kwargs))
@@ -149,14 +149,14 @@ class PhasedModel(WrappingModel):
         )
 
     def _apply(self, *_: object, **__: object) -> NoReturn:
-        """Refused: what ``to()``, ``half()`` and their like call."""
+        """Raise WeightsError; ``to()``, ``half()`` and similar methods call this method."""
         raise WeightsError(
             "a phased model stays where it is, in its dtype, as its weights lie in its store: call to(), half() "
             "and the like on the module, before phased(module)"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own state dict; a weight is read from the store when it is used, and not copied.
+        """Return the module's own state dict; a weight is read from the store when it is used, and not copied.
 
         The next step changes these weights: save them before, or clone them.
 
@@ -173,7 +173,7 @@ class PhasedModel(WrappingModel):
         return {key: self._in_store(value) for key, value in state.items()}
 
     def _in_store(self, value: Any) -> Any:
-        """What stands for ``value`` in a state dict."""
+        """Return the tensor or object that stands for ``value`` in a state dict."""
         name = self.phased_steps.run.names.get(id(value))
         if name is not None:
             return placed_as(value, self.store.weights.mapped(name))
@@ -225,7 +225,7 @@ def _close(run: PhasedRun) -> None:
 
 
 def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | None, int | None]:
-    """The bytes that a process may use, or the number of phases; an error unless one of them is given."""
+    """Return the bytes that a process may use or the number of phases. Raises WeightsError unless one is given."""
     if (phases is None) == (memory is None):
         raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
     if memory is not None:
@@ -234,7 +234,7 @@ def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | N
 
 
 def _checked_layout(module: nn.Module) -> ReplicaLayout:
-    """The replicas of the job; an error if ``module`` cannot be trained by them in phases."""
+    """Return the replicas of the job. Raises WeightsError if the replicas cannot train ``module`` in phases."""
     if not isinstance(module, nn.Module):
         raise WeightsError(f"phased() is for an nn.Module, and was given {type(module).__name__}")
     contract = context.environment().contract
@@ -255,7 +255,7 @@ def _stored(
     initialize: Initialize | None,
     weights: str | os.PathLike[str] | None,
 ) -> PhasedRun:
-    """Write the weights to a store, layer by layer; what passes and updates take from there."""
+    """Write the weights to a store, layer by layer; return the run, which passes and updates read from."""
     if any(map(is_distributed, module.parameters())):
         give_parts_numbers()
     group = context.data_parallel_group()

@@ -42,7 +42,7 @@ class _StateForm:
 
     @classmethod
     def of(cls, state: State, device: torch.device) -> "_StateForm":
-        """The form of ``state``; an OptimizerError if something in it cannot lie in a store."""
+        """Return the form of ``state``. Raises OptimizerError if a value of ``state`` cannot lie in a store."""
         tensors, values = dict[str, TensorForm](), State()
         for name, value in state.items():
             is_tensor = isinstance(value, Tensor)
@@ -83,7 +83,7 @@ class _StateForm:
         record.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
     def read_record(self, record: Tensor) -> State | None:
-        """The small values in a record; None if the parameter has no state yet."""
+        """Return the small values in a record; None if the parameter has no state yet."""
         if not record[0]:
             return None
         return {
@@ -98,7 +98,7 @@ def _is_small(value: Tensor) -> bool:
 
 
 def _kind_of(value: object) -> Any:
-    """What decides which room a value needs: shape and dtype, or whether a small one is a tensor."""
+    """Return the shape and dtype of a value; for a small value, whether the value is a tensor."""
     if isinstance(value, Tensor) and not _is_small(value):
         return tuple(value.shape), value.dtype
     return isinstance(value, Tensor)
@@ -262,7 +262,7 @@ class PhasedOptimizer(Optimizer):
             parameter.grad = None
 
     def forms_of(self, parameter: Tensor) -> dict[str, TensorForm]:
-        """The tensors that the store holds for ``parameter`` beside its weights; none if it is in no group."""
+        """Return the forms of the stored state of ``parameter``; no form if ``parameter`` is in no group."""
         place = self._places.get(parameter)
         return {} if place is None else place.form.stored
 
@@ -307,7 +307,7 @@ class PhasedOptimizer(Optimizer):
             self.update(parameter, now.apply_changes(gradient) if isinstance(now, StoredGradient) else now, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, as ``optimizer_class`` would have it for the model in memory.
+        """Return the state that ``optimizer_class`` would have for the model in memory.
 
         Its tensors are read from the store when they are used, and the next step writes them: save it before.
         """
@@ -367,7 +367,7 @@ class PhasedOptimizer(Optimizer):
         self._run.write_state(parameter, written)
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The tensors of a parameter's state in the store, whether or not it was updated before."""
+        """Return the tensors of a parameter's state in the store, also if the parameter was never updated."""
         stored = self._run.stored_state(parameter)
         return {name: stored[name] for name in self._places[parameter].form.tensors}
 
@@ -388,7 +388,7 @@ class PhasedOptimizer(Optimizer):
         return any(torch_private.divides_gradients(it.optimizer) for it in self._steppers)
 
     def _whole_state(self, parameter: Tensor) -> State:
-        """The state of one parameter, read from the store."""
+        """Return the state of one parameter, read from the store."""
         form, stored = self._places[parameter].form, self._run.stored_state(parameter)
         values = form.read_record(stored[RECORD])
         if values is None:
@@ -417,7 +417,7 @@ def _in_words(state: State) -> str:
 
 
 def _form_of_state(stepper: OneByOne, form: TensorForm, device: torch.device) -> _StateForm:
-    """The form of what a step leaves as the state of a parameter."""
+    """Return the form of the state that a step leaves for a parameter."""
     weights, gradient = (
         form.view(torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)) for _ in range(2)
     )

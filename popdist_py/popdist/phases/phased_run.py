@@ -137,11 +137,11 @@ class PhasedRun:
         self.memory.place_anew()
 
     def form_of(self, parameter: Parameter) -> TensorForm:
-        """The form of a weight, or of the part of it that is here."""
+        """Return the form of a weight, or of this instance's part of the weight."""
         return self.store.weights.forms[self.names[id(parameter)]]
 
     def stored_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """What the store has of the optimizer's state for ``parameter``."""
+        """Return the tensors of the optimizer's state for ``parameter`` that are in the store."""
         self.memory.wait()
         name, state = self.names[id(parameter)], self.store.tensors["state"]
         return {key: state.mapped(f"{name}/{key}") for key in self.optimizer_now().forms_of(parameter)}
@@ -154,7 +154,7 @@ class PhasedRun:
         self.memory.forget("state", [it for it in self.layers.pieces if name in it.names])
 
     def reload(self) -> None:
-        """Read all weights anew, as what is in the store was changed, and is whole."""
+        """Read all weights anew, because the weights in the store have changed, and mark the store as whole."""
         self.store.end_step()
         self.memory.forget("weights", self.layers.pieces)
 

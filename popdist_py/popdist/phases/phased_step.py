@@ -173,7 +173,7 @@ class PhasedGradients(GradientKeeper):
         run.budget.begin_step(len(loop.weights), updates_apart=not run.optimizer_now().step_in_backward)
 
     def _times(self, number: int) -> float:
-        """The factor of the gradients of micro batch ``number``."""
+        """Return the factor of the gradients of micro batch ``number``."""
         return self._loop.weights[number] / self._loop.agreement.weight_scale()
 
     def _make_room(self, gradients: Mapping[int, PieceGradient], num_planes: int) -> None:
@@ -276,7 +276,7 @@ class PhasedGradients(GradientKeeper):
             left.popleft()
 
     def _agreed_order(self) -> deque[PhasePiece]:
-        """All pieces in the one order of all instances: the layers of the first forward pass backwards."""
+        """Return all pieces in one order on all instances: the layers of the first forward pass, backwards."""
         run = self._run
         if run.agreed_order is None:
             self._loop.agreement.arrive(len(self.trained))

@@ -50,9 +50,9 @@ def held_weights(
 
 @lru_cache(maxsize=16)
 def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[tuple[int, ...], int]:
-    """For each micro batch of an instance how many of the sums before it its gradient is added to.
+    """Return for each micro batch of an instance the number of earlier sums to which its gradient is added.
 
-    And the most sums that wait on any instance while a micro batch computes.
+    Also return the most sums that wait on any instance while a micro batch computes.
     """
     weights = [0.0] * layout.num_local_replicas * accumulation
     depths = [
@@ -126,7 +126,7 @@ class InstanceSums:
             begin = stop
 
     def _sum_of(self, size: int, like: Tensor) -> tuple[RepeatedSum, list[FlatTensors]]:
-        """What adds flat tensors of ``size``, and room for them."""
+        """Return the repeated sum of flat tensors of ``size``, and room for the nodes of the sum."""
         if (size, like.dtype) not in self._sums:
             rooms = [[torch.zeros(size, dtype=like.dtype, device=like.device)] for _ in self._nodes]
             self._sums[size, like.dtype] = RepeatedSum(), rooms
@@ -185,7 +185,7 @@ class PieceSum:
         return [self.gradient.make(zeros=True) if it is None else it for it in (*found, value)]
 
     def _added(self, position: int, *, has_gradient: bool) -> Tensor | None:
-        """The sum that a micro batch completes, in memory; None for zeros."""
+        """Return the sum that a micro batch completes, in memory; None for zeros."""
         gradient, merges = self.gradient, self._merges[position]
         value: Tensor | None = None
         times = self._times(position) if has_gradient else 0.0
@@ -209,7 +209,7 @@ class PieceSum:
         return bool(self._planes) and self._memory.is_room(self._place, value)
 
     def _own_copy(self, value: Tensor | None) -> Tensor | None:
-        """``value``, or a copy if it lies where the next sum is read."""
+        """Return ``value``, or a copy if ``value`` lies where the next sum is read."""
         return value.clone() if value is not None and self._is_in_room(value) else value
 
     def _put_aside(self, value: Tensor | None) -> None:

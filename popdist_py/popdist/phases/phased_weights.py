@@ -146,7 +146,7 @@ class _Maker:
             )
 
     def _now(self, name: str) -> Tensor:
-        """The tensor that the model has under ``name``."""
+        """Return the tensor that the model has under ``name``."""
         module, key = self._holders[name][0]
         tensor: Tensor = getattr(module, key)
         return tensor
@@ -165,7 +165,7 @@ class _Maker:
 def _in_order(
     module: nn.Module, unit: int | None, units: Mapping[nn.Module, int], seen: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, int | None]]:
-    """Each module once, behind its children, with the number of the innermost unit that it is in."""
+    """Yield each module once, after its children, and the number of the innermost unit around the module."""
     seen.add(module)
     unit = units.get(module, unit)
     for child in module.children():
@@ -175,7 +175,7 @@ def _in_order(
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers that a module itself holds."""
+    """Return the parameters and buffers that a module holds itself."""
     return [
         *module.named_parameters(recurse=False, remove_duplicate=False),
         *module.named_buffers(recurse=False, remove_duplicate=False),
@@ -183,7 +183,7 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU of the same dtype, shape and memory order, NaN where the dtype has it."""
+    """Return a CPU tensor of the same dtype, shape and memory order; NaN if the dtype has NaN."""
     made = torch.zeros_like(tensor, device="cpu", requires_grad=False)
     return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made
 
@@ -196,12 +196,12 @@ def _is_written(tensor: Tensor, blank: Tensor, num_writes_before: int) -> bool:
 
 
 def _like(tensor: Tensor, data: Tensor) -> Tensor:
-    """``data`` as a parameter where ``tensor`` is one."""
+    """Return ``data`` as a parameter if ``tensor`` is a parameter, otherwise ``data`` itself."""
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, str]:
-    """The first name of each parameter and buffer of ``model``."""
+    """Return the first name of each parameter and buffer of ``model``."""
     names: dict[Tensor, str] = {}
     for path, module in model.named_modules():
         for key, tensor in _tensors_of(module):
@@ -256,7 +256,7 @@ class _Files:
         return tensor
 
     def _places(self) -> dict[str, Path]:
-        """The file of each tensor, by its name in the files."""
+        """Return the file of each tensor, by the tensor's name in the files."""
         index = self._folder / _INDEX
         if index.exists():
             table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -282,7 +282,7 @@ class _Files:
 
 
 def _library() -> Any:
-    """The library safetensors."""
+    """Return the library safetensors."""
     try:
         import safetensors
     except ImportError:

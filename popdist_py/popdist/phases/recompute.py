@@ -73,7 +73,7 @@ def recompute(
 
 
 def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None, asked_by: str) -> list[nn.Module]:
-    """The modules that are meant, each once."""
+    """Return the chosen modules, each once."""
     if not isinstance(model, nn.Module):
         raise WeightsError(f"{asked_by}() is for an nn.Module, and was given {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}

@@ -6,14 +6,14 @@ from torch import nn
 
 
 def repeated_layers(module: nn.Module) -> set[nn.Module]:
-    """The repeated layers: of the type of the longest run in a list, wherever such a run is."""
+    """Return the layers of the type of the longest run in a list, from all runs of this type."""
     runs = runs_of_layers(module)
     kind = type(max(runs, key=len)[0]) if runs else None
     return {member for run in runs for member in run if type(member) is kind}
 
 
 def runs_of_layers(module: nn.Module) -> list[list[nn.Module]]:
-    """The runs of modules of one type in lists, those within others left out."""
+    """Return the runs of modules of one type in lists, without runs inside of other runs."""
     runs: list[list[nn.Module]] = []
 
     def search(parent: nn.Module) -> None:

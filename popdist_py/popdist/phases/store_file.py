@@ -49,7 +49,7 @@ _CLONE: Final = 0x40049409
 
 
 def whole_blocks(num_bytes: int) -> int:
-    """``num_bytes``, rounded up to whole blocks."""
+    """Return ``num_bytes``, rounded up to whole blocks."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -72,7 +72,7 @@ class Region:
 
 
 def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
-    """The region of each tensor in one file, in their order."""
+    """Return the region of each tensor in one file, in the order of the tensors."""
     regions: dict[str, Region] = {}
     start = 0
     for name, form in forms.items():
@@ -91,7 +91,7 @@ def recorded(device: torch.device) -> Ready:
 
 
 def make_buffer(num_bytes: int, device: torch.device | str = "cpu", *, is_pinned: bool = False) -> Tensor:
-    """A flat tensor of bytes for reads and writes; on the CPU it begins at a multiple of ``BLOCK_BYTES``."""
+    """Make a flat tensor of bytes for reads and writes; a CPU tensor begins at a multiple of ``BLOCK_BYTES``."""
     if torch.device(device).type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if is_pinned:
@@ -125,7 +125,7 @@ def allocate(descriptor: int, num_bytes: int, name: str) -> None:
 
 
 def digest_of_pieces(path: Path) -> str:
-    """The digest of a file, made of those of its pieces, so that several threads compute it."""
+    """Return the digest of a file, made of the digests of its pieces, so that several threads can compute it."""
 
     def digest(start: int) -> bytes:
         with path.open("rb") as file:
@@ -241,7 +241,7 @@ class StoreFile:
             self.write(region.start + at, buffer[: whole_blocks(len(part))]).wait()
 
     def mapped(self, region: Region, form: TensorForm) -> Tensor:
-        """A tensor of ``form`` that shows what stands in the file, and is not written into it."""
+        """Return a tensor of ``form`` that shows the file's numbers; changes do not reach the file."""
         if not form.num_bytes:
             return form.empty()
         access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -257,7 +257,7 @@ class StoreFile:
         return form.view(memory)
 
     def start_of(self, tensor: Tensor) -> int | None:
-        """Where a tensor that :meth:`mapped` has given, or a view that begins with it, lies in the file."""
+        """Return the place in the file of a tensor that :meth:`mapped` returned, or of a view of its beginning."""
         return self._mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" and tensor.numel() else None
 
     def copy_to(self, path: Path) -> str:

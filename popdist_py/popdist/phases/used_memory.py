@@ -21,7 +21,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """From now on :func:`peak_bytes` is counted."""
+    """Begin to count :func:`peak_bytes`."""
     if device.type != "cpu":
         accelerator.ask_memory("reset_peak_memory_stats", device)
     else:

@@ -57,7 +57,7 @@ _numbers: Final = count(1)
 
 
 def _next_label() -> str | None:
-    """A name for the next model, the same on all instances; None for one that not all of them make."""
+    """Return a name for the next model, equal on all instances; None if not all instances make the model."""
     is_everywhere = (
         len(context.data_parallel_group().instances) == context.environment().contract.layout.num_instances
     )
@@ -166,7 +166,7 @@ class ModelSteps:
         return self.buffers.run_outside(watched) if is_outside else watched()
 
     def micro_batches(self, asked: WholeStep) -> Generator[Nest, None, None]:
-        """A whole step, as its micro batches: see ``ReplicatedModel.micro_batches``."""
+        """Yield the micro batches of a whole step: see ``ReplicatedModel.micro_batches``."""
         if self._norm_groups is not None and self.layout.num_local_replicas > 1:
             raise self._norm_error("micro_batches()")
         step, contents, counts = self._begin_loop(asked)
@@ -189,7 +189,7 @@ class ModelSteps:
             raise
 
     def run_micro_batches(self, asked: WholeStep, body: Callable[..., R]) -> list[R]:
-        """A whole step, with ``body`` called for each micro batch: see ``ReplicatedModel.run_micro_batches``."""
+        """Run a whole step, calling ``body`` for each micro batch: see ``ReplicatedModel.run_micro_batches``."""
         if self._norm_groups is None or self.layout.num_local_replicas == 1:
             with closing(self.micro_batches(asked)) as micro_batches:  # which a traceback would keep open
                 return [contextvars.copy_context().run(call_body, body, content) for content in micro_batches]
@@ -210,7 +210,7 @@ class ModelSteps:
         return results
 
     def micro_batch(self, index: int, weight: float, accumulation: int) -> "MicroBatchScope":
-        """A context manager for micro batch ``index`` of the step; the first one starts it."""
+        """Return a context for micro batch ``index`` of the step; the first micro batch starts the step."""
         if self._norm_groups is not None:
             raise self._norm_error("micro_batch()")
         weight, is_first = check_weight(weight), self.step is None
@@ -292,7 +292,7 @@ class ModelSteps:
         return self.step
 
     def _make_step(self, checks: StepChecks, old: OldGradients, accumulation: int) -> Step | LoneStep:
-        """The step that begins, with ``accumulation`` micro batches of each local replica."""
+        """Make the step that begins, with ``accumulation`` micro batches of each local replica."""
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             return LoneStep(self.gradients, old, checks, checks_finite=self._checks_finite)
         memory = self.gradients.memory(context.data_parallel_group(), self.layout)
@@ -300,7 +300,7 @@ class ModelSteps:
         return self._step_of(keeper, checks, old, accumulation)
 
     def _step_of(self, keeper: GradientKeeper, checks: StepChecks, old: OldGradients, accumulation: int) -> Step:
-        """The step whose gradients ``keeper`` keeps or uses."""
+        """Make the step whose gradients ``keeper`` keeps or uses."""
         buffers = self.buffers if self.layout.num_replicas > 1 else None
         group = context.data_parallel_group()
         agreement = StepAgreement(group, self.layout, keeper, buffers, checks, old)

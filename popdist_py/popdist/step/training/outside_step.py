@@ -117,7 +117,7 @@ class AutomaticReduction:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within the block, backward passes outside the micro batches are left alone."""
+        """A context in which gradients of backward passes outside the micro batches are not reduced."""
         self._num_suspensions += 1
         _suspended.add(self)
         is_window = self._num_suspensions == 1 and any(it.is_computing for it in tuple(_all) if it is not self)

@@ -144,7 +144,7 @@ class ReplicatedModel(WrappingModel):
         self._model_steps.automatic.watch()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward pass."""
+        """Run the module's own forward pass."""
         steps: ModelSteps = self._model_steps
         module: Any = steps.module  # self.module takes ten times longer
         if steps.automatic.is_watchful:
@@ -276,7 +276,7 @@ class ReplicatedModel(WrappingModel):
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1
     ) -> AbstractContextManager[None]:
-        """Within it, this process is the replica that micro batch ``index`` belongs to; for loops of your own.
+        """Return a context in which this process is the replica of micro batch ``index``; for loops of your own.
 
         ``micro_batches`` is made of this and :meth:`reduce_gradients`. A step is all of an instance's micro
         batches, or fewer, in order, each with any number of backward passes::
@@ -326,7 +326,7 @@ class ReplicatedModel(WrappingModel):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, ``backward()`` outside the loop leaves this instance's gradients as they are.
+        """Return a context in which ``backward()`` outside the loop does not reduce this instance's gradients.
 
         As under DistributedDataParallel: they are reduced with the next backward pass outside it. And the way to
         say that this model's gradients play no part, as those of a discriminator when its generator is trained.
@@ -338,7 +338,7 @@ class ReplicatedModel(WrappingModel):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The module's own state dict: it loads into the bare module and the other way round.
+        """Return the module's own state dict, which the module and the model can load.
 
         Raises:
             WeightsError: While the buffers hold what a pass in training mode outside of the loop wrote, unless

@@ -142,7 +142,7 @@ class _ReplicaWeight:
 
 
 def _out_of_order(index: int, position: int, num_local_replicas: int, accumulation: int) -> BatchError:
-    """The error of a micro batch that is not at or after ``position``, the next one of this instance."""
+    """Return the error of a micro batch before ``position``, the number of this instance's next micro batch."""
     return BatchError(
         f"micro_batch({index}), where {position} is the next of this instance's "
         f"{num_local_replicas * accumulation} micro batches ({num_local_replicas} local replicas x "
@@ -232,16 +232,16 @@ class StepState:
         self._owner = weakref.ref(owner)
 
     def begin(self) -> None:
-        """From now on the gradients of the module are incomplete."""
+        """Mark the gradients of the module as incomplete."""
         lost_steps.discard(self)
         running_steps.add(self)
 
     def end(self) -> None:
-        """The gradients are complete, or gone."""
+        """Note that the gradients are complete, or were removed."""
         running_steps.discard(self)
 
     def lose(self) -> None:
-        """The step has left no gradient on any instance, so until the next one there is nothing to step on."""
+        """Note that the step has left no gradient on any instance: until the next step, optimizers cannot step."""
         self.end()
         lost_steps.add(self)
 
@@ -263,7 +263,7 @@ joint_modules: Final[weakref.WeakKeyDictionary[object, "weakref.ref[nn.Module]"]
 
 
 def modules_in(registry: "weakref.WeakKeyDictionary[object, weakref.ref[nn.Module]]") -> list[nn.Module]:
-    """The modules of one of these two that are still there."""
+    """Return the modules in ``registry`` that still exist."""
     return [module for reference in tuple(registry.values()) if (module := reference()) is not None]
 
 
@@ -274,7 +274,7 @@ def is_in_step() -> bool:
 
 @cache
 def watch_scalers() -> None:
-    """From now on all instances have a GradScaler's scale, and all parts of a model step or skip the step."""
+    """Make GradScalers agree: all instances have one scale, and all parts of a model step or skip the step."""
     for name in ("unscale_", "step"):
         setattr(GradScaler, name, _watched(getattr(GradScaler, name)))
 

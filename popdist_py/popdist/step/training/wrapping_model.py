@@ -119,19 +119,19 @@ class WrappingModel(nn.Module):
         self.module.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
-        """Refused: see :meth:`__setattr__`."""
+        """Raise WeightsError: see :meth:`__setattr__`."""
         raise WeightsError(f"model.register_parameter({name!r}, {type(param).__name__}) {self._not_after}")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refused: see :meth:`__setattr__`."""
+        """Raise WeightsError: see :meth:`__setattr__`."""
         raise WeightsError(f"model.add_module({name!r}, {type(module).__name__}) {self._not_after}")
 
     register_module = add_module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
-        """The module's parameters under its own names."""
+        """Yield the module's parameters under the module's names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's buffers under its own names."""
+        """Yield the module's buffers under the module's names."""
         return self.module.named_buffers(*args, **kwargs)
