@@ -131,8 +131,8 @@ def test_what_is_looked_at_is_added_up_on_the_page(page: int, monkeypatch: pytes
         sampler.inspect()
     sampler.count_step()
     assert sampler.num_steps == 1
-    sampler.note_collection("start", {})
-    sampler.note_collection("stop", {})
+    sampler.collections.record("start", {})
+    sampler.collections.record("stop", {})
     sampler.inspect()
     os.close(sampler.process)
     seen = os.pread(page, PAGE_BYTES, 0)

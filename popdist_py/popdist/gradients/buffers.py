@@ -130,7 +130,10 @@ def mark_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class ReplicaBuffers:
-    """The buffers of one wrapped model and, during its step, the buffers of all models that are not in a step."""
+    """The buffers of one wrapped model and, during its step, the buffers of all models that are not in a step.
+
+    The tables belong together: all describe the same buffers, at different moments of a step.
+    """
 
     def __init__(self, module: nn.Module, label: str | None) -> None:
         self.module = module

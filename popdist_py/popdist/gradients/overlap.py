@@ -100,7 +100,10 @@ def keep_freed_memory() -> None:
 
 
 class Overlap:
-    """The buckets of one model's gradients, in the order in which they are sent, and their memory."""
+    """The buckets of one model's gradients, in the order in which the buckets are sent, and their memory.
+
+    The tables belong together: all are made once from one layout, so that a step only looks up numbers.
+    """
 
     replica: FlatGradient  # the gradient of this instance's last replica; ``sent`` itself if it is not rounded
     sent: FlatGradient  # what this instance has sent early
@@ -293,7 +296,10 @@ _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OverlappedSum:
-    """The sum of one step's gradients that are sent early; while it is there, no other step sends early."""
+    """The sum of one step's gradients that are sent early; until the sum has ended, no other step sends early.
+
+    The flags and counts belong together: one lock guards them, as each gradient may change several.
+    """
 
     def __init__(self, overlap: Overlap, number: int, *, scales: bool) -> None:
         self.number = number  # for what this instance would send

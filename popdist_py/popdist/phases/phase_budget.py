@@ -52,7 +52,10 @@ class _Times:
 
 
 class PhaseBudget:
-    """Measures steps, plans phases, and says what a person wants to know of them."""
+    """Measures steps, plans phases, and prints the plan.
+
+    Measurements and plan belong together: the plan is made from the measurements, for the loop that was measured.
+    """
 
     def __init__(self, memory: PhaseMemory, owned: Collection[str], *, is_first: bool) -> None:
         self.limit_bytes: int | None = None  # None: the phases are given

@@ -216,7 +216,10 @@ class _CallCasts:
 
 
 class _Call:
-    """One call of a unit: what its second computation needs beside the inputs, and what the call has returned."""
+    """One call of a unit: the values that the second computation needs beside the inputs, and the results.
+
+    The values belong together, because the graph of the call keeps them, and frees them after the backward pass.
+    """
 
     def __init__(self, owner: PhasedForward, structure: Any) -> None:
         self.unit, self.run = owner.unit, owner.run

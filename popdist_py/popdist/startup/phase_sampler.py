@@ -152,8 +152,67 @@ class CollectorPause:
             gc.set_threshold(*thresholds)
 
 
+class Collections:
+    """The time of Python's garbage collections."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began_at_seconds = 0.0
+
+    def record(self, moment: str, _: object) -> None:
+        """Add the duration of a collection when it ends; `gc.callbacks` calls this method."""
+        now_seconds = time.monotonic()
+        if moment == "start":
+            self._began_at_seconds = now_seconds
+        else:
+            self.seconds += now_seconds - self._began_at_seconds
+
+
+class LongForwards:
+    """The time of forward passes that take more than a second together between two steps of an optimizer."""
+
+    def __init__(self) -> None:
+        self.long_seconds = 0.0
+        self._seconds = 0.0  # since the last optimizer step
+
+    def add(self, phase: str, seconds: float, *, has_stepped: bool) -> None:
+        """Add ``seconds`` of a phase; begin anew if an optimizer has stepped since the last call."""
+        if has_stepped:
+            self._seconds = 0.0
+        elif phase in (DATA, FORWARD):
+            self._seconds += seconds
+            if self._seconds >= LONG_SECONDS:
+                is_first = self._seconds - seconds < LONG_SECONDS
+                self.long_seconds += self._seconds if is_first else seconds
+
+
+class SlowLines:
+    """The line of the program that takes most time in each phase, found by majority vote, on the page."""
+
+    def __init__(self, page: int) -> None:
+        self._page = page
+        self._favourites: dict[str, tuple[Place, int]] = {}
+
+    def vote(self, phase: str, place: Place) -> None:
+        """Count ``place`` in the vote over the lines of a phase; write a new winner on the page."""
+        favourite, votes = self._favourites.get(phase, (place, 0))
+        if favourite == place:
+            self._favourites[phase] = (place, votes + 1)
+        elif votes:
+            self._favourites[phase] = (favourite, votes - 1)
+            return
+        else:
+            self._favourites[phase] = (place, 1)
+        if votes <= 1:
+            text = f"{place[0]}:{place[1]}".encode(errors="replace")[-PLACE_BYTES:]
+            os.pwrite(self._page, text.ljust(PLACE_BYTES, b"\0"), PLACES_AT + PLACE_BYTES * PHASES.index(phase))
+
+
 class PhaseSampler:
-    """The counters of one program; its own thread updates the counters."""
+    """The counters of one program; the sampler's own thread updates the counters.
+
+    The counters belong together, because each sample of the main thread changes all of them at one moment.
+    """
 
     def __init__(self, page: int, main: int) -> None:
         import struct
@@ -167,31 +226,21 @@ class PhaseSampler:
         self._pause = CollectorPause()
         self._stacks = StackReader()
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._idle_seconds = self._disk_seconds = self._worker_seconds = self._long_seconds = 0.0
-        self._message_seconds = 0.0
-        self._forward_seconds = 0.0  # since the last optimizer step
+        self._idle_seconds = self._disk_seconds = self._worker_seconds = self._message_seconds = 0.0
         self._step = 0
         self.process = os.open("/proc/self/stat", os.O_RDONLY | os.O_CLOEXEC)  # the state of the main thread
         self._began_at_seconds = self._at_seconds = time.monotonic()
         self._used_seconds = 0.0
-        self._favourites: dict[str, tuple[Place, int]] = {}
+        self._forwards = LongForwards()
+        self._lines = SlowLines(page)
         self._has_begun = False
         self.num_steps = 0
-        self.gc_seconds = 0.0
-        self._gc_began_at_seconds = 0.0
+        self.collections = Collections()
 
     def count_step(self, *_: object) -> None:
         """Count a step of an optimizer; torch calls this method after each step."""
         self.num_steps += 1
         self._ends.append(time.time())
-
-    def note_collection(self, moment: str, _: object) -> None:
-        """Add the duration of Python's garbage collections; `gc.callbacks` calls this method."""
-        now_seconds = time.monotonic()
-        if moment == "start":
-            self._gc_began_at_seconds = now_seconds
-        else:
-            self.gc_seconds += now_seconds - self._gc_began_at_seconds
 
     def run(self, on_first_steps: Callable[[], None]) -> None:
         """Sample until the program ends; call ``on_first_steps`` once, after the first optimizer steps."""
@@ -237,42 +286,19 @@ class PhaseSampler:
             self._disk_seconds += seconds
         if phase == DATA and is_idle and waits_for_workers:
             self._worker_seconds += seconds
-        if self._step != self.num_steps:
+        has_stepped, self._step = self._step != self.num_steps, self.num_steps
+        if has_stepped:
             del self._ends[:-NUM_ENDS]
             os.pwrite(self._page, self._pack_ends(*self._ends[-NUM_ENDS:]), ENDS_AT)
-        self._watch_forward(phase, seconds)
+        self._forwards.add(phase, seconds, has_stepped=has_stepped)
         if self._stacks.has_messages:
             self._message_seconds += seconds
         waits = (self._idle_seconds, self._disk_seconds, self._worker_seconds, self._message_seconds)
-        numbers = (*waits, self._long_seconds, self.gc_seconds)
+        numbers = (*waits, self._forwards.long_seconds, self.collections.seconds)
         packed = self._pack(self.num_steps, *self._seconds.values(), *numbers, self._began_at_seconds)
         os.pwrite(self._page, packed, COUNTERS_AT)
         if place is not None:
-            self._vote(phase, place)
-
-    def _watch_forward(self, phase: str, seconds: float) -> None:
-        """Add forward passes that take more than a second together between two steps of an optimizer."""
-        if self._step != self.num_steps:
-            self._step, self._forward_seconds = self.num_steps, 0.0
-        elif phase in (DATA, FORWARD):
-            self._forward_seconds += seconds
-            if self._forward_seconds >= LONG_SECONDS:
-                is_first = self._forward_seconds - seconds < LONG_SECONDS
-                self._long_seconds += self._forward_seconds if is_first else seconds
-
-    def _vote(self, phase: str, place: Place) -> None:
-        """Count ``place`` in a majority vote over the lines of a phase; write a new winner on the page."""
-        favourite, votes = self._favourites.get(phase, (place, 0))
-        if favourite == place:
-            self._favourites[phase] = (place, votes + 1)
-        elif votes:
-            self._favourites[phase] = (favourite, votes - 1)
-            return
-        else:
-            self._favourites[phase] = (place, 1)
-        if votes <= 1:
-            text = f"{place[0]}:{place[1]}".encode(errors="replace")[-PLACE_BYTES:]
-            os.pwrite(self._page, text.ljust(PLACE_BYTES, b"\0"), PLACES_AT + PLACE_BYTES * PHASES.index(phase))
+            self._lines.vote(phase, place)
 
 
 def start(page: int, on_first_steps: Callable[[], None]) -> None:
@@ -286,5 +312,5 @@ def start(page: int, on_first_steps: Callable[[], None]) -> None:
 
     sampler = PhaseSampler(page, threading.main_thread().ident or 0)
     register_optimizer_step_post_hook(sampler.count_step)
-    gc.callbacks.append(sampler.note_collection)
+    gc.callbacks.append(sampler.collections.record)
     threading.Thread(target=sampler.run, args=(on_first_steps,), name="poprun-phases", daemon=True).start()

@@ -80,7 +80,10 @@ def ask_clock() -> list[int]:
 
 
 class Recording:
-    """The recording of this program, from the first step of the window to the last step."""
+    """The recording of this program, from the first step of the window to the last step.
+
+    One class has the settings and the state of the window, because each call of torch can begin or end the window.
+    """
 
     def __init__(
         self,

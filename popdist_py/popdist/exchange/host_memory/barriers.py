@@ -67,7 +67,10 @@ Words = memoryview  # of unsigned 64-bit numbers
 
 
 class Barriers:
-    """The barriers of a group's ranks; every rank makes the same barriers in the same order, from one thread."""
+    """The barriers of a group's ranks; every rank makes the same barriers in the same order, from one thread.
+
+    The pages and settings are attributes of one class: calls of further objects would slow down each barrier.
+    """
 
     def __init__(
         self,

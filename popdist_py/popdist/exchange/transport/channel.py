@@ -68,7 +68,10 @@ class ChannelWork(NamedTuple):
 
 
 class Channel:
-    """A thread with connections to all instances of the job, which runs collectives in the order of issue."""
+    """A thread with connections to all instances of the job, which runs collectives in the order of issue.
+
+    The queue, the counts and the failure belong together: the thread and its users read and change them in turns.
+    """
 
     def __init__(
         self,

@@ -53,7 +53,10 @@ def check_available(backend: str | None) -> None:
 
 
 class Connections:
-    """The connections of a job, or of the instances with the same part of its replicas, numbered from 0."""
+    """The connections of a job, or of the instances with the same part of its replicas, numbered from 0.
+
+    All connections are made and closed together, from the same facts of the job, so the facts stay with them.
+    """
 
     def __init__(  # noqa: PLR0913 - the facts of the job, by name
         self,

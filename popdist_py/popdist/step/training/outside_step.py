@@ -36,7 +36,10 @@ LOOP: Final = """
 
 
 class AutomaticReduction:
-    """The gradients of backward passes outside the micro batches of one model; each reduction is a step."""
+    """The gradients of backward passes outside the micro batches of one model; each reduction is a step.
+
+    The state belongs together: whether a gradient begins a reduction depends on the step, the window and the pass.
+    """
 
     def __init__(
         self,
