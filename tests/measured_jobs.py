@@ -7,9 +7,9 @@ from dataclasses import replace
 from popdist.ground.progress import Progress
 from poprun.observe.account.curves import JobCurves
 from poprun.observe.account.job_record import InstanceRecord, JobRecord
+from poprun.observe.account.judgements import Slowness
 from poprun.observe.account.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.observe.judge.job_end import JobEnd
-from poprun.observe.judge.slowness import Slowness
 from poprun.observe.show.report_file import record_job
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import parse_hosts

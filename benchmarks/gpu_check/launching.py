@@ -121,11 +121,7 @@ def _read_trace(setting: Setting, findings: Findings, path: Path) -> None:
         findings.require("the trace has kernels", kinds["kernel"], dict(kinds))
     else:
         findings.skip("kernels in the trace: needs a device")
-    times = table["instances"][0]
-    window = sum(it for name, it in times.items() if name.endswith("_seconds") and name != "delay_seconds")
-    shares = {
-        name.removesuffix("_seconds"): f"{it / window:.0%}"
-        for name, it in times.items()
-        if name.endswith("_seconds") and name != "delay_seconds"
-    }
+    seconds = table["instances"][0]["seconds"]
+    window = sum(seconds.values())
+    shares = {name: f"{it / window:.0%}" for name, it in seconds.items()}
     findings.measure(kernels=kinds["kernel"], window_seconds=round(window, 3), shares=shares)

@@ -304,7 +304,11 @@ def test_a_stuck_worker_of_a_data_loader_is_named(poprun: Poprun, tmp_path: Path
     assert verdict["places"]["1"] == f"{program}:12"
     groups = [it["evidence"]["groups"][0] for it in (waiting, late)]
     assert [group["calls"][-1]["is_done"] for group in groups] == [False, True]
-    assert late["evidence"]["helpers"][0]["stack"][-1] == f"{program}:12 in __getitem__"
+    assert late["evidence"]["helpers"][0]["stacks"]["threads"][0][-1] == {
+        "file": str(program),
+        "line": 12,
+        "function": "__getitem__",
+    }
 
 
 @pytest.mark.parametrize("num_instances", [1, 2])

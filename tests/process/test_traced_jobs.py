@@ -88,8 +88,8 @@ def test_a_job_and_who_was_late(browser: Browser, tmp_path: Path) -> None:
     assert steps == {1: 4, 2: 4}
     early, late = table.instances
     assert (table.num_steps, table.num_collectives, late.num_last) == (4, 4, 4)
-    assert early.waiting_for_others_seconds > 0.4
-    assert late.idle_seconds > 0.5
+    assert early.seconds["waiting"] > 0.4
+    assert late.seconds["outside"] > 0.5
     assert late.delay_seconds > 0.1
     clocks = document["poprun"]["instances"]
     if shutil.which("faketime"):
@@ -155,4 +155,4 @@ for sample in torch.utils.data.DataLoader(Slow(), num_workers=1):
     names = Counter(it["name"] for it in document["traceEvents"])
     assert names["mine: work"] == 5
     assert names["__getitem__ (program.py)"] >= 1
-    assert table.instances[0].waiting_for_data_seconds > 0.05
+    assert table.instances[0].seconds["data"] > 0.05

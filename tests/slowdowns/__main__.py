@@ -4,7 +4,6 @@ The exit code is 1 when fewer than 95 % are right within 30 s, or anybody is nam
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -17,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
+from poprun.observe.account.job_record import read_report
+from poprun.observe.account.judgements import Slowness
 from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import Network, missing_reason
 from tests.slowdowns.cases import CONTROLS, DDP, FAULTS, ON_HOSTS, Case
@@ -110,7 +111,7 @@ def _is_possible(case: Case) -> bool:
     return folder is None or os.access(folder, os.W_OK)
 
 
-def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
+def run_case(case: Case) -> tuple[Sequence[Slowness], float | None]:
     """The slowdowns in poprun's report of a case, and after how many seconds of training the first was said."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slowdowns-")))
@@ -133,8 +134,8 @@ def run_case(case: Case) -> tuple[list[dict[str, Any]], float | None]:
         else:
             words = [str(Path(sys.executable).with_name("poprun")), "--launcher", "local", *job]
         seconds = _watch(words, environ)
-        attempts = json.loads(report.read_text())["attempts"] if report.exists() else []
-    return (attempts[-1]["slowdowns"] if attempts else []), seconds
+        attempts = read_report(report.read_text(), str(report)).attempts if report.exists() else ()
+    return (attempts[-1].slowdowns if attempts else ()), seconds
 
 
 def _watch(words: list[str], environ: dict[str, str]) -> float | None:
@@ -226,24 +227,23 @@ def ask_traceml(case: Case, folder: str) -> str:
     return "; ".join(found[:2])
 
 
-def is_right(case: Case, slowdowns: list[dict[str, Any]]) -> bool:
+def is_right(case: Case, slowdowns: Sequence[Slowness]) -> bool:
     """Whether the culprit alone is named, for a right phase and cause; of a control, nobody."""
     if case.is_control or not slowdowns:
         return (case.is_control or bool(case.narrow_host)) and not slowdowns
     first = slowdowns[0]
-    is_it = all(it["text"].startswith(f"{case.culprit} is slow ") for it in slowdowns)
-    return is_it and first["phase"] in case.phases and case.cause in "; ".join(first["reasons"])
+    is_it = all(it.name == case.culprit for it in slowdowns)
+    return is_it and first.phase in case.phases and case.cause in "; ".join(first.reasons)
 
 
-def describe(slowdowns: list[dict[str, Any]]) -> str:
+def describe(slowdowns: Sequence[Slowness]) -> str:
     """Who was named, in a few words."""
     if not slowdowns:
         return "nothing"
     first = slowdowns[0]
-    reasons = "; ".join(re.sub(r"at /\S*/", "at ", reason) for reason in first["reasons"])
-    late = f"+{first['delay_seconds'] * 1000:.0f} ms"
-    name, _, _ = first["text"].partition(" is slow ")
-    return f"{name}: {first['phase']} {late}, {reasons}"
+    reasons = "; ".join(re.sub(r"at /\S*/", "at ", reason) for reason in first.reasons)
+    late = f"+{first.delay_seconds * 1000:.0f} ms"
+    return f"{first.name}: {first.phase} {late}, {reasons}"
 
 
 if __name__ == "__main__":

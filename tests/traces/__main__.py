@@ -33,7 +33,7 @@ def prove_delays(num_runs: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             launched(folder, (place, str(delay_ms), "18", str(STEP_MS)))
             document, table = read(folder)
-        found_ms = table.instances[0].waiting_for_others_seconds * 1000 / table.num_steps
+        found_ms = table.instances[0].seconds["waiting"] * 1000 / table.num_steps
         error = found_ms / delay_ms - 1
         errors = clock_errors(document)
         clocks = document["poprun"]["instances"]

@@ -11,12 +11,12 @@ import pytest
 
 from poprun.launch.process.limits import Evidence
 from poprun.observe.account.evidence import Call, GroupRecord, InstanceEvidence, StackFrame, Stacks
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords, last_words
 from poprun.observe.account.state import HOST_LOST, InstanceState, InstanceStatus
 from poprun.observe.judge.end_verdict import awaits_culprit, combine, find_verdict_of_end, is_torn
 from poprun.observe.judge.findings import Findings, hint
 from poprun.observe.judge.job_end import JobEnd, exit_code, failure_at_fault
-from poprun.observe.judge.verdict import Cause, Verdict
 
 CLOSED = (
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from poprun.observe.account.job_record import AttemptRecord, Curve, InstanceRecord, JobRecord, SlowdownRecord
+from poprun.observe.account.job_record import AttemptRecord, Curve, InstanceRecord, JobRecord
 from poprun.observe.account.state import InstanceStatus
 from poprun.observe.account.time_shares import find_job_time
 from poprun.observe.show.page import render_page
 from poprun.observe.show.page.charts import Chart, Line, charts_of, render_charts
 from poprun.observe.show.report_file import record_job
 from poprun.plan.plan import LaunchPlan
-from tests.measured_jobs import measured_end, measured_job
+from tests.measured_jobs import NETWORK, measured_end, measured_job
 from tests.planning import planned
 
 FOUR = measured_job(4, 600.0, first="\x1b[1;32mepoch 1\x1b[0m", second="epoch 2")
@@ -120,7 +120,7 @@ def test_hostile_text_stays_text() -> None:
     hostile = replace(
         attempt,
         printed=(HOSTILE,),
-        slowdowns=(SlowdownRecord(text=HOSTILE),),
+        slowdowns=(replace(NETWORK, reasons=(HOSTILE,)),),
         warnings=(HOSTILE,),
         instances=tuple(map(_hostile, attempt.instances)),
     )

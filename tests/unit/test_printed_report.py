@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.ground.progress import Progress
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords, last_words
 from poprun.observe.account.state import SHIM_KILLED, InstanceState, InstanceStatus, describe_code
 from poprun.observe.judge.findings import Findings
 from poprun.observe.judge.job_end import JobEnd, exit_code, first_failure, num_lone
-from poprun.observe.judge.verdict import Cause, Verdict
 from poprun.observe.show.printed_report import blame_aborter, explain, render_attempts, render_end, render_warning
 from poprun.plan.request import AskedMapping
 from tests.planning import CLUSTER_NODE, planned

@@ -1,4 +1,7 @@
-"""The report of a job as JSON: what stands in it."""
+"""The report of a job as JSON: what stands in it.
+
+Holds poprun.observe.account.field_types and poprun.observe.account.judgements.
+"""
 
 import json
 from collections.abc import Sequence
@@ -12,12 +15,12 @@ from poprun.devices.pool.records import HeldLease
 from poprun.launch.messages.clock import Exchange
 from poprun.observe.account.curves import JobCurves
 from poprun.observe.account.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
+from poprun.observe.account.job_record import read_report
+from poprun.observe.account.judgements import Cause, Slowness, Verdict
 from poprun.observe.account.last_words import LastWords
 from poprun.observe.account.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.observe.judge.findings import Findings
 from poprun.observe.judge.job_end import JobEnd
-from poprun.observe.judge.slowness import Slowness
-from poprun.observe.judge.verdict import Cause, Verdict
 from poprun.observe.show.printed_report import render_end
 from poprun.observe.show.report_file import record_job, render_job
 from poprun.plan.plan import LaunchPlan
@@ -57,12 +60,14 @@ GOOD = InstanceStatus(
     counters=COUNTERS,
 )
 KILLED = replace(GOOD, index=1, exit_code=-15, exited_at_seconds=11.0, counters=None)
-THEN = 1_700_000_001.0
-CALL = Call(name="all_reduce", number=3, sizes=((4,),), types=("float32",), is_done=False, at_epoch_seconds=THEN)
+THEN = 1_700_000_001
+CALL = Call(name="all_reduce", number=3, sizes=((4,),), types=("float32",), is_done=False, begin_ns=THEN * 10**9)
 EVIDENCE = InstanceEvidence(
     stacks=Stacks(threads=((StackFrame("train.py", 7, "main"),),)),
     helpers=(Helper(pid=9, process="process 9: ended"),),
     groups=(GroupRecord(name="0", num_called=3, num_done=2, calls=(CALL,)),),
+    held_locks=("08:01:7",),
+    awaited_locks=(("08:01:8", "process 9"),),
     full_disks=("/tmp",),
 )
 VERDICT = Verdict(
@@ -89,6 +94,7 @@ END = JobEnd(
 )
 LEASE = HeldLease(host="n1", names=("GPU 0", "GPU 1"), pool="/pool", partition="p")
 
+NO_STACKS: Any = {"threads": [], "processes": []}
 JOB = {
     "version": 1,
     "poprun_version": "0.1.0",
@@ -119,11 +125,12 @@ JOB = {
                 "torn_down": [],
                 "places": {"1": "train.py:3"},
                 "details": ["a"],
-                "since": "2023-11-14T22:13:21.000Z",
+                "since_epoch_seconds": THEN,
                 "advice": "",
             },
             "clocks": {
                 "n2": {
+                    "at_ns": 0,
                     "offset_seconds": 1.5,
                     "uncertainty_seconds": 0.0,
                     "drift": 0.0,
@@ -134,7 +141,6 @@ JOB = {
             "warnings": ["memory"],
             "slowdowns": [
                 {
-                    "text": "instance 1 is slow in data since step 20: +100 ms a step (50%): its disk",
                     "instance": 1,
                     "phase": "data",
                     "delay_seconds": 0.1,
@@ -143,6 +149,7 @@ JOB = {
                     "since_step": 20,
                     "until_seconds": None,
                     "reasons": ["its disk"],
+                    "num_windows": 0,
                     "hosts": [],
                 }
             ],
@@ -168,23 +175,33 @@ JOB = {
                     "curves": {},
                     "phase_seconds": {**dict.fromkeys(PHASES, 0.0), "start": 1.25, "forward": 1.0, "waiting": 0.0},
                     "evidence": {
-                        "stack": ["train.py:7 in main"],
-                        "helpers": [{"process": "process 9: ended", "stack": []}],
+                        "stacks": {
+                            "threads": [[{"file": "train.py", "line": 7, "function": "main"}]],
+                            "processes": [],
+                        },
+                        "helpers": [{"pid": 9, "process": "process 9: ended", "stacks": NO_STACKS}],
                         "groups": [
                             {
                                 "name": "0",
+                                "ranks": [],
                                 "num_called": 3,
                                 "num_done": 2,
                                 "calls": [
                                     {
+                                        "name": "all_reduce",
                                         "number": 3,
-                                        "call": "all_reduce(float32[4])",
+                                        "sizes": [[4]],
+                                        "types": ["float32"],
                                         "is_done": False,
-                                        "at": "2023-11-14T22:13:21.000Z",
+                                        "begin_ns": THEN * 10**9,
                                     }
                                 ],
                             }
                         ],
+                        "crash": NO_STACKS,
+                        "held_locks": ["08:01:7"],
+                        "awaited_locks": {"08:01:8": "process 9"},
+                        "ended_children": [],
                         "full_disks": ["/tmp"],
                     },
                 },
@@ -228,6 +245,12 @@ def test_every_key_of_the_report() -> None:
     assert job.pop("written_at").endswith("Z")
     assert job == JOB
     assert "[1.5, 3000],\n" in render_job(record_job(PLAN, "j", [END]), PLAN)
+
+
+def test_a_report_is_read_as_it_was_written() -> None:
+    """Each value has one dataclass, which both judges and the report use."""
+    job = record_job(PLAN, "j", [END], leases=[LEASE])
+    assert read_report(render_job(job, PLAN), "r.json") == replace(job, plan=job.plan)
 
 
 def test_a_job_that_could_not_be_started_has_a_report() -> None:

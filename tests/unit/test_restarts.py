@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from popdist.ground.progress import Progress
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords
 from poprun.observe.account.state import InstanceState, InstanceStatus
 from poprun.observe.judge.findings import Findings
 from poprun.observe.judge.job_end import JobEnd
 from poprun.observe.judge.restarts import reason_to_end
-from poprun.observe.judge.verdict import Cause, Verdict
 
 
 def ended(

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from popdist.ground.progress import PhaseCounters
 from popdist.startup.phase_sampler import LONG_SECONDS, NUM_ENDS, PHASES
-from poprun.observe.account.arrivals import Look, Window, find_arrivals, measure_window
-from poprun.observe.account.evidence import GroupRecord
+from poprun.observe.account.arrivals import GroupMoments, Look, Window, find_arrivals, measure_window
+from poprun.observe.account.judgements import Slowness
 from poprun.observe.account.state import MachineTotals
 from poprun.observe.account.time_shares import split_time
-from poprun.observe.judge.slowness import NUM_WINDOWS, Slowness, describe_slowness, find_slow_link
+from poprun.observe.judge.slowness import NUM_WINDOWS, find_slow_link
 from poprun.observe.judge.watch import PERIOD_SECONDS, PerformanceWatch
 
 USUAL = {"data": 0.002, "forward": 0.010, "backward": 0.020, "optimizer": 0.003, "outside": 0.001}
@@ -91,7 +91,7 @@ class MadeUpJob:
             num_samples=0,
         )
         moments = {number: at + clock_ahead for number, at in last.items()}
-        group = GroupRecord(name="0", ranks=tuple(range(self.num_instances)), moments=moments)
+        group = GroupMoments(ranks=tuple(range(self.num_instances)), by_number=moments)
         return Look(
             at_seconds=self.now,
             groups={"0": group},
@@ -231,9 +231,9 @@ def test_who_wants_a_core_like_all_others_is_not_named_for_it() -> None:
 
 def test_only_collectives_that_all_members_have_called_count() -> None:
     """A group is the instances that torch names, or those that have called it."""
-    group = GroupRecord(name="0", ranks=(0, 1), moments={1: 5.0, 2: 6.0})
+    group = GroupMoments(ranks=(0, 1), by_number={1: 5.0, 2: 6.0})
     look = replace(MadeUpJob(1).look(0), groups={"a": group, "b": replace(group, ranks=(0, 2))})
-    other = replace(look, groups={"a": replace(group, moments={2: 6.5, 3: 7.0})})
+    other = replace(look, groups={"a": replace(group, by_number={2: 6.5, 3: 7.0})})
 
     assert find_arrivals({0: look, 1: other}, 0.0) == [{0: 6.0, 1: 6.5}]
     assert find_arrivals({0: look, 1: other}, 6.5) == []
@@ -291,9 +291,9 @@ def test_a_slow_link_is_named_where_its_host_can_be_told() -> None:
     assert watch.note_links({"n1": 0.021}, None) == watch.note_links({"n2": 0.021}, "n1") == []
     found = find_slow_link(busy, {"n2": 0.0003, "n3": 0.02}, "n1")
     assert found is not None
-    assert describe_slowness(found).startswith("the link of host n3 is slow since step ")
-    assert describe_slowness(found).endswith("%): a message from n1 to n3 and back takes 20 ms")
-    assert describe_slowness(replace(found, hosts=("n1", "n2"))).startswith("the network is slow since ")
+    assert found.text.startswith("the link of host n3 is slow since step ")
+    assert found.text.endswith("%): a message from n1 to n3 and back takes 20 ms")
+    assert replace(found, hosts=("n1", "n2")).text.startswith("the network is slow since ")
 
 
 def test_who_is_at_the_end_of_a_slow_link_is_not_named_for_it() -> None:
@@ -340,8 +340,6 @@ def test_a_slowness_in_one_line() -> None:
         reasons=("its loader",),
     )
 
-    assert (
-        describe_slowness(slowness) == "instance 2 is slow in data since step 120: +48 ms a step (39%): its loader"
-    )
-    assert describe_slowness(replace(slowness, hosts=("n2",))).startswith("instance 2 (host n2) is slow in data")
-    assert "since 12 s until 40 s:" in describe_slowness(replace(slowness, since_step=0, until_seconds=40.0))
+    assert slowness.text == "instance 2 is slow in data since step 120: +48 ms a step (39%): its loader"
+    assert replace(slowness, hosts=("n2",)).text.startswith("instance 2 (host n2) is slow in data")
+    assert "since 12 s until 40 s:" in replace(slowness, since_step=0, until_seconds=40.0).text

@@ -12,9 +12,10 @@ import pytest
 from popdist.ground.layout import Parallelism
 from popdist.ground.progress import FINALIZE
 from poprun.observe.account.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame, Stacks
+from poprun.observe.account.judgements import Cause
 from poprun.observe.account.state import InstanceState, InstanceStatus
 from poprun.observe.judge.hangs import Hang
-from poprun.observe.judge.verdict import Cause, find_verdict_of_hang
+from poprun.observe.judge.verdict import find_verdict_of_hang
 from poprun.observe.show.standstill import MAX_LINES, describe_verdict
 
 PROGRAM, TORCH, PYTHON = "/home/me/train.py", "/v/lib/python3.11/site-packages/torch", "/usr/lib/python3.11"
@@ -45,7 +46,7 @@ def stacks(frames: Frames) -> Stacks:
 def group(*names: str, first: int = 9, name: str = "0", is_pending: bool = True, **more: Any) -> GroupRecord:
     """A group's calls, numbered from ``first``, of which the last one is not done."""
     calls = [
-        Call(name=text, number=number, sizes=((212,),), types=("float32",), at_epoch_seconds=100.0 + number)
+        Call(name=text, number=number, sizes=((212,),), types=("float32",), begin_ns=(100 + number) * 10**9)
         for number, text in enumerate(names, first)
     ]
     if is_pending:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Final
 
-from poprun.observe.judge.verdict import Cause
+from poprun.observe.account.judgements import Cause
 from tests.verdicts import endings
 
 _IMPORTS: Final = """

@@ -19,7 +19,6 @@ from poprun.launch.process.process_tree import key_of, reap
 from poprun.launch.process.spawn import ProcessStart, start_process
 from poprun.observe.account.curves import count_steps
 from poprun.observe.account.state import InstanceStatus
-from poprun.observe.judge.slowness import describe_slowness
 from poprun.plan.plan import LaunchPlan
 
 _VIEW_SECONDS: Final = 0.5
@@ -57,7 +56,7 @@ def _slow(record: Record) -> str:
     """Who keeps the others waiting now, or whose link does, in words; empty while nobody does."""
     watch = record.performance
     slowness = None if watch is None else watch.lasting or watch.slow_link
-    return "" if slowness is None else describe_slowness(slowness)
+    return "" if slowness is None else slowness.text
 
 
 def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> InstanceView:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from poprun.launch.launchers import StartWatch
     from poprun.observe.account.curves import JobCurves
     from poprun.observe.account.evidence import InstanceEvidence
-    from poprun.observe.judge.verdict import Verdict
+    from poprun.observe.account.judgements import Verdict
     from poprun.observe.judge.watch import PerformanceWatch
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"

@@ -162,5 +162,5 @@ def _cut_call(entry: dict[str, Any]) -> dict[str, Any]:
         "sizes": entry.get("input_sizes") or [],
         "types": entry.get("input_dtypes") or [],
         "is_done": bool(entry.get("retired")),
-        "at_nanoseconds": int(entry.get("time_created_ns", 0)),
+        "begin_ns": int(entry.get("time_created_ns", 0)),
     }

@@ -8,7 +8,6 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from popdist.ground.progress import PhaseCounters, read_places, read_stamps, read_step_ends
-from poprun.observe.account.evidence import GroupRecord
 from poprun.observe.account.state import InstanceStatus, MachineTotals
 
 _MICROSECONDS: Final = 1e6
@@ -16,11 +15,19 @@ _LEAST_MEMBERS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMoments:
+    """When a program has called the collectives of a process group."""
+
+    by_number: Mapping[int, float]  # seconds since 1970, by the number of the collective
+    ranks: tuple[int, ...] = ()  # the ranks of the group in the job; empty if torch does not record the ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """What one instance has told at one moment; all numbers but the moments are running totals."""
 
     at_seconds: float  # when poprun heard it; monotonic
-    groups: Mapping[str, GroupRecord]  # with the moments of their calls
+    groups: Mapping[str, GroupMoments]
     step_ends: Sequence[float]  # when its optimizer's last steps ended, ascending; by the same clock
     counters: PhaseCounters
     machine: MachineTotals
@@ -36,14 +43,14 @@ def read_look(
     if counters is None:
         return None
     groups = {
-        name: GroupRecord(name=name, moments={number: at - offset_seconds for number, at in moments.items()})
+        name: GroupMoments(by_number={number: at - offset_seconds for number, at in moments.items()})
         for name, moments in read_stamps(page).items()
     }
     try:
         for name, group in event["groups"].items():
             seconds = [number / _MICROSECONDS - offset_seconds for number in group["microseconds"]]
             moments = dict(zip(map(int, group["numbers"]), seconds, strict=True))
-            groups[name] = GroupRecord(name=name, ranks=tuple(map(int, group["ranks"])), moments=moments)
+            groups[name] = GroupMoments(ranks=tuple(map(int, group["ranks"])), by_number=moments)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return Look(
@@ -74,7 +81,8 @@ class Window:
     newest_moment: float  # when the last of its collectives was called, in seconds since 1970
 
 
-Arrivals = Mapping[int, float]  # the moments at which the members of a group came to one collective
+Arrivals = Mapping[int, float]
+"""The moments at which the members of a process group called one collective, by instance."""
 
 
 def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
@@ -85,8 +93,8 @@ def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
         members = {member for group in groups.values() for member in group.ranks} or set(groups)
         if len(members) < _LEAST_MEMBERS or not members <= groups.keys():
             continue
-        numbers = set.intersection(*(set(groups[index].moments) for index in members))
-        arrivals = ({index: groups[index].moments[number] for index in members} for number in numbers)
+        numbers = set.intersection(*(set(groups[index].by_number) for index in members))
+        arrivals = ({index: groups[index].by_number[number] for index in members} for number in numbers)
         found += [it for it in arrivals if max(it.values()) > after]
     return sorted(found, key=lambda it: max(it.values()))
 
@@ -142,8 +150,13 @@ def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[lis
     return list(cycles.values())
 
 
-def delay_of(instance: int, arrivals: Mapping[int, float]) -> float:
-    """How much later an instance came to a collective than the median of the others."""
+def last_of(arrivals: Arrivals) -> int:
+    """Return the instance that called a collective last."""
+    return max(arrivals, key=lambda index: arrivals[index])
+
+
+def delay_of(instance: int, arrivals: Arrivals) -> float:
+    """Return how much later an instance called a collective than the median of the other instances."""
     return arrivals[instance] - median(at for other, at in arrivals.items() if other != instance)
 
 

@@ -8,9 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-_NANOSECONDS: Final = 1e9
+from poprun.errors import PlanError
+from poprun.observe.account.field_types import Count, Index, Text
+from poprun.text import IF_USED
+from poprun.text.fields import read_record
+
 _THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _TYPES: Final = {
@@ -32,9 +36,9 @@ _TYPES: Final = {
 class StackFrame:
     """One call on a stack: its file, line and function."""
 
-    file: str
-    line: int
-    function: str
+    file: Text
+    line: Count
+    function: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class Stacks:
     """The stacks of one program's threads at one moment."""
 
     threads: tuple[tuple[StackFrame, ...], ...] = ()  # each with the latest call last; the main thread comes first
-    processes: tuple[str, ...] = ()  # what /proc tells of its processes, in words, when there are no stacks
+    processes: tuple[Text, ...] = ()  # what /proc tells of its processes, in words, when there are no stacks
 
     @property
     def main(self) -> tuple[StackFrame, ...]:
@@ -66,16 +70,37 @@ def read_stacks(text: str, processes: Sequence[object]) -> Stacks:
 _NO_STACKS: Final = Stacks()
 
 
+def _without_backend(name: str) -> str:
+    """Return the name of a collective without torch's backend: ``all_reduce`` for ``gloo:all_reduce``."""
+    return name.partition(":")[2] or name
+
+
+def _dtype_name(name: str) -> str:
+    """Return a user's name of the dtype that torch's recorder calls ``name``."""
+    return _TYPES.get(name, name)
+
+
+CallKey = tuple[str, int, str]
+"""The group, the number and the name of a collective, which are the same on all instances."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective, or one message, that a program has called."""
+    """A collective, or a message, that a program has called."""
 
-    name: str  # such as all_reduce
-    number: int = 0  # which one of its group it was, from 1
-    sizes: tuple[tuple[int, ...], ...] = ()  # of the tensors that the program gave
-    types: tuple[str, ...] = ()  # and their dtypes
-    is_done: bool = True  # whether it has ended there
-    at_epoch_seconds: float = 0.0  # when it was called, by its host's clock
+    name: Annotated[Text, _without_backend]  # such as ``all_reduce``
+    group: Text = field(default="", metadata=IF_USED)  # the name of the process group, in a trace
+    number: int = 0  # position among the collectives of the group, from 1
+    sizes: tuple[tuple[Count, ...], ...] = ()  # sizes of the tensors that the program passed
+    types: tuple[Annotated[str, _dtype_name], ...] = ()  # dtypes of these tensors
+    is_done: bool = True  # whether the call has ended in this program
+    begin_ns: int = 0  # when the program made the call, since 1970, by the clock of its host
+    end_ns: int = field(default=0, metadata=IF_USED)  # when the call ended; 0 if that is not known
+
+    @property
+    def key(self) -> CallKey:
+        """What the same collective has on all instances."""
+        return self.group, self.number, self.name
 
     def __str__(self) -> str:
         types = (*self.types, *[""] * len(self.sizes))
@@ -102,13 +127,11 @@ _SAME_SIZES: Final = ("all_reduce", "allreduce", "broadcast", "reduce", "_all_ga
 class GroupRecord:
     """The calls of one process group in one program."""
 
-    name: str  # torch's name of the group, the same in all its ranks; "0" is the one of all
-    ranks: tuple[int, ...] = ()  # its ranks in the job, where torch tells them
+    name: Text  # torch's name of the group, the same in all its ranks; "0" is the group of all ranks
+    ranks: tuple[Index, ...] = ()  # the ranks of the group in the job; empty if torch does not record the ranks
     num_called: int = 0
     num_done: int = 0
-    calls: tuple[Call, ...] = ()  # those that are not done, and the last ones, ascending
-    # when it came to each, by number, in seconds since 1970, where it was asked for that
-    moments: Mapping[int, float] = field(default_factory=dict)
+    calls: tuple[Call, ...] = ()  # the calls that are not done, and the last calls, ascending
 
     @property
     def pending(self) -> Call | None:
@@ -125,7 +148,7 @@ class Helper:
     """A process below the program, such as a data loader's worker."""
 
     pid: int
-    process: str  # what /proc tells of it, in words
+    process: Text  # what /proc says of the process, in words
     stacks: Stacks = _NO_STACKS  # empty where it writes none
 
 
@@ -137,12 +160,11 @@ class InstanceEvidence:
     helpers: tuple[Helper, ...] = ()
     groups: tuple[GroupRecord, ...] = ()  # those that torch has recorded calls of
     crash: Stacks = _NO_STACKS  # where it stood when a signal such as SIGSEGV ended it
-    held_locks: tuple[str, ...] = ()  # locks of files, as the kernel numbers the files
-    awaited_locks: tuple[
-        tuple[str, str], ...
-    ] = ()  # those it waits for, each with the process that holds the lock
-    ended_children: tuple[int, ...] = ()  # processes below the program that ended, and that it has not asked about
-    full_disks: tuple[str, ...] = ()  # places that were full when the program had failed
+    held_locks: tuple[Text, ...] = ()  # locks of files, as the kernel numbers the files
+    # the locks that the program waits for, each with the process that holds the lock
+    awaited_locks: tuple[tuple[Text, Text], ...] = ()
+    ended_children: tuple[Count, ...] = ()  # child processes that ended, and whose end the program has not read
+    full_disks: tuple[Text, ...] = ()  # places that were full when the program had failed
 
     @property
     def frames(self) -> Iterator[StackFrame]:
@@ -160,14 +182,14 @@ def read_evidence(event: Mapping[str, Any], before: InstanceEvidence | None = No
     """The evidence in an agent's event, with what the program had told ``before`` its end; none if malformed."""
     try:
         return _read(event, before)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (PlanError, AttributeError, KeyError, TypeError, ValueError):
         return before or InstanceEvidence()
 
 
 def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> InstanceEvidence:
     record = event.get("recorder") or {}
     found = InstanceEvidence(
-        groups=tuple(map(_read_group, record.get("groups", ()))),
+        groups=tuple(read_record(GroupRecord, it, "an agent", is_part=True) for it in record.get("groups", ())),
         full_disks=tuple(map(str, event.get("full_disks") or ())),
         crash=_read_crash(str(event.get("crash", ""))),
     )
@@ -190,24 +212,3 @@ def _read_crash(text: str) -> Stacks:
     """The stack of the thread that crashed, of all that Python has written; the main one's if that was in C++."""
     _, current, thread = text.partition("Current thread")
     return read_stacks(current + thread.partition("\n\n")[0] if current else text, ())
-
-
-def _read_group(group: Mapping[str, Any]) -> GroupRecord:
-    return GroupRecord(
-        name=str(group["name"]),
-        ranks=tuple(group["ranks"]),
-        num_called=group["num_called"],
-        num_done=group["num_done"],
-        calls=tuple(map(_read_call, group["calls"])),
-    )
-
-
-def _read_call(call: Mapping[str, Any]) -> Call:
-    return Call(
-        name=str(call["name"]).partition(":")[2] or str(call["name"]),
-        number=call["number"],
-        sizes=tuple(tuple(size) for size in call["sizes"]),
-        types=tuple(_TYPES.get(kind, kind) for kind in map(str, call["types"])),
-        is_done=bool(call["is_done"]),
-        at_epoch_seconds=call["at_nanoseconds"] / _NANOSECONDS,
-    )

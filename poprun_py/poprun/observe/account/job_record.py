@@ -5,26 +5,26 @@ of earlier ones lack has a default. Texts are made fit for a terminal as they ar
 them.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from poprun.errors import PlanError, UsageError
+from poprun.launch.messages.clock import ClockFit
+from poprun.observe.account.evidence import InstanceEvidence
+from poprun.observe.account.field_types import Count, Index, Seconds, Text
+from poprun.observe.account.judgements import Slowness, Verdict
 from poprun.text import IF_USED
-from poprun.text.fields import between, read_record
+from poprun.text.fields import read_record
 from poprun.text.input_files import parse_json
 from poprun.text.ranges import Hosts
-from poprun.text.screen import visible
 
 VERSION: Final = 1
 """Of the file that a report is written as."""
 
 MOST_BYTES: Final = 100 * 10**6
-
-Text = Annotated[str, visible]
-Index = Annotated[int, between(0, 10**6)]
-Count = Annotated[int, between(0, 2**63)]
-Seconds = Annotated[float, between(0.0, 1e12)]
+_MILLISECONDS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,44 +44,6 @@ class Curve:
     def middle(self) -> tuple[float | None, ...]:
         """The values, or the medians over instances."""
         return self.values or self.median or ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRecord:
-    """A collective that a program had called."""
-
-    number: Count
-    call: Text
-    is_done: bool
-    at: Text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCallsRecord:
-    """How far one process group was in one program."""
-
-    name: Text
-    num_called: Count
-    num_done: Count
-    calls: tuple[CallRecord, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HelperRecord:
-    """Where a process below a program stood."""
-
-    process: Text
-    stack: tuple[Text, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvidenceRecord:
-    """What an instance told at the last failure or hang."""
-
-    stack: tuple[Text, ...] = ()
-    helpers: tuple[HelperRecord, ...] = ()
-    groups: tuple[GroupCallsRecord, ...] = ()
-    full_disks: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +70,7 @@ class InstanceRecord:
     last_lines: tuple[Text, ...] = ()
     curves: Mapping[Text, Curve] = field(default_factory=dict)
     phase_seconds: Mapping[Text, Seconds] = field(default_factory=dict)
-    evidence: EvidenceRecord | None = None
+    evidence: InstanceEvidence | None = None
 
     def describe_end(self, *, is_over: bool = True) -> str:
         """How it ended, in words, in an attempt that ``is_over`` or not."""
@@ -119,46 +81,6 @@ class InstanceRecord:
             return "never ran" if self.began_seconds is None else ran
         end = self.signal or (f"exit code {self.exit_code}" if self.exit_code else "well")
         return f"{end}, ended by poprun" if self.was_stopped else end
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerdictRecord:
-    """Who is at fault for the end of an attempt."""
-
-    cause: Text
-    culprits: tuple[Index, ...] = ()
-    victims: tuple[Index, ...] = ()
-    torn_down: tuple[Index, ...] = ()
-    places: Mapping[int, Text] = field(default_factory=dict)
-    details: tuple[Text, ...] = ()
-    since: Text | None = None
-    advice: Text = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowdownRecord:
-    """Who was slow, and why."""
-
-    text: Text
-    instance: Index | None = None  # None where the network was
-    phase: Text = ""
-    delay_seconds: float = 0.0
-    share: float = 0.0
-    since_seconds: float = 0.0
-    since_step: int = 0
-    until_seconds: float | None = None
-    reasons: tuple[Text, ...] = ()
-    hosts: tuple[Text, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockRecord:
-    """The clock of another host."""
-
-    offset_seconds: float
-    uncertainty_seconds: float
-    drift: float
-    drift_uncertainty: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +98,10 @@ class AttemptRecord:
     launcher_excerpt: tuple[Text, ...] = ()
     survivors: tuple[Count, ...] = ()
     printed: tuple[Text, ...] = ()  # what poprun has printed of its end
-    verdict: VerdictRecord | None = None
+    verdict: Verdict | None = None
     warnings: tuple[Text, ...] = ()
-    slowdowns: tuple[SlowdownRecord, ...] = ()
-    clocks: Mapping[Text, ClockRecord] = field(default_factory=dict)
+    slowdowns: tuple[Slowness, ...] = ()
+    clocks: Mapping[Text, ClockFit] = field(default_factory=dict)
     instances: tuple[InstanceRecord, ...]
     curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
 
@@ -223,6 +145,13 @@ class JobRecord:
     leases: tuple[LeaseRecord, ...] = ()
     attempts: tuple[AttemptRecord, ...]
     provenance: Mapping[Text, Text] = field(default_factory=dict)
+
+
+def utc(epoch_seconds: float) -> str:
+    """Return a time since 1970 as ISO 8601 in UTC, with milliseconds."""
+    milliseconds = round(epoch_seconds * _MILLISECONDS)
+    whole, rest = divmod(milliseconds, _MILLISECONDS)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{rest:03}Z"
 
 
 def read_report(text: str, source: str) -> JobRecord:

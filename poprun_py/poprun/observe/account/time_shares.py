@@ -16,12 +16,12 @@ PARTS: Final = {
     "communication": "communication",
     "checkpoint": "checkpoints",
     "restart": "restarts",
-    "other": "other",
+    "outside": "other code",
     "unknown": "not measured",
 }
 """Every part, in the order of the page, and what it is called."""
 
-_PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "compute", "outside": "other"}
+_PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "compute"}
 """The part to which a phase of another name belongs."""
 
 
@@ -95,7 +95,7 @@ def _parts(attempt: AttemptRecord, instance: InstanceRecord, start: str) -> Iter
     scale = min(1.0, ran / measured) if measured else 0.0  # what was measured until a moment later is cut
     for phase, seconds in phases.items():
         part = start if phase == "start" else _PART_OF.get(phase, phase)
-        yield part if part in PARTS else "other", seconds * scale
-    yield "other" if measured else "unknown", ran - measured * scale
+        yield part if part in PARTS else "outside", seconds * scale
+    yield "outside" if measured else "unknown", ran - measured * scale
     yield start, before
-    yield "other", whole - before - ran
+    yield "outside", whole - before - ran

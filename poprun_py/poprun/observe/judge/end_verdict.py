@@ -8,6 +8,7 @@ from typing import Final
 from popdist.errors import name_instances, remedy_of_lone_call
 from poprun.makers.failures import find_device_failure
 from poprun.observe.account.evidence import InstanceEvidence
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords, last_words, without_numbers
 from poprun.observe.account.stacks import collective_of
 from poprun.observe.account.state import InstanceStatus, signal_of
@@ -17,9 +18,7 @@ from poprun.observe.judge.verdict import (
     OWN_CODE,
     SAME_CALLS,
     UNEVEN,
-    Cause,
     Queue,
-    Verdict,
     blame_different,
     blame_ends,
     latest_own_frame,
@@ -288,7 +287,7 @@ def _last_call(known: InstanceEvidence | None) -> str:
     known = known or InstanceEvidence()
     calls = [call for group in known.groups for call in group.calls]
     if calls:
-        return str(max(calls, key=lambda call: call.at_epoch_seconds))
+        return str(max(calls, key=lambda call: call.begin_ns))
     return collective_of(known.crash) or "its call is not known"
 
 

@@ -11,9 +11,9 @@ from popdist.errors import name_instances
 from poprun.errors import describe_error
 from poprun.launch.process.limits import Evidence, KillCounts, MemoryLimits
 from poprun.makers.failures import find_device_failure
+from poprun.observe.account.judgements import Verdict
 from poprun.observe.account.last_words import LastWords
 from poprun.observe.account.state import AGENT_KILLED, RUNTIME_KILLED, SHIM_KILLED, InstanceStatus, signal_of
-from poprun.observe.judge.verdict import Verdict
 from poprun.text.ranges import describe_bytes
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from poprun.launch.messages.clock import Exchange
     from poprun.observe.account.curves import JobCurves
     from poprun.observe.account.evidence import InstanceEvidence
+    from poprun.observe.account.judgements import Slowness, Verdict
     from poprun.observe.judge.findings import Findings
-    from poprun.observe.judge.slowness import Slowness
-    from poprun.observe.judge.verdict import Verdict
 
 _LAUNCH_FAILED: Final = 70
 _TIMED_OUT: Final = 124

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from popdist.errors import name_instances
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords, without_numbers
 from poprun.observe.account.state import InstanceStatus
 from poprun.observe.judge.findings import Findings
 from poprun.observe.judge.job_end import JobEnd
-from poprun.observe.judge.verdict import Cause, Verdict
 
 _NOT_THERE: Final = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 _USAGE_CODE: Final = 2

@@ -6,13 +6,13 @@ that matters, and by far more than anybody else.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import comb, inf
 from statistics import fmean, median, stdev
 from typing import Final
 
 from popdist.errors import name_instances
 from poprun.observe.account.arrivals import Window
+from poprun.observe.account.judgements import Slowness
 
 NUM_WINDOWS: Final = 4
 """So many windows in a row must agree."""
@@ -35,23 +35,6 @@ _LEAST_CAUSE: Final = 0.4  # a reason explains at least this part of the lost ti
 _MORE_SAMPLES: Final = 1.1
 _FAULTS_A_SECOND: Final = 100.0
 _OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slowness:
-    """One instance that others wait for, from a moment on."""
-
-    instance: int | None  # None where the network is slow, and not an instance
-    phase: str
-    delay_seconds: float  # by how much it is later than most others in a step; of a network, its communication
-    share: float  # of a step's time, 0 to 1
-    since_seconds: float  # since the attempt's begin
-    since_step: int  # optimizer steps that were done then; 0 where nobody counts them
-    until_seconds: float | None = None  # None while it lasts
-    reasons: tuple[str, ...] = ()  # why, as far as the machine shows it
-    num_windows: int = NUM_WINDOWS  # in which it was seen
-    # of an instance, its host where there are several; else those whose link is slow, all where it cannot be told
-    hosts: tuple[str, ...] = ()
 
 
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
@@ -293,22 +276,3 @@ def _more(windows: Sequence[Window], instance: int, name: str) -> float:
     """How much more of a total an instance has had than most others."""
     totals = {index: sum(window.totals[index][name] for window in windows) for index in windows[0].totals}
     return totals[instance] - median(total for index, total in totals.items() if index != instance)
-
-
-def name_slow(slowness: Slowness) -> str:
-    """Who or what is slow."""
-    if slowness.instance is not None:
-        return name_instances([slowness.instance]) + (f" (host {slowness.hosts[0]})" if slowness.hosts else "")
-    return f"the link of host {slowness.hosts[0]}" if len(slowness.hosts) == 1 else "the network"
-
-
-def describe_slowness(slowness: Slowness) -> str:
-    """A slowness in one line, which begins with who is slow."""
-    since = f"step {slowness.since_step}" if slowness.since_step else f"{slowness.since_seconds:.0f} s"
-    until = "" if slowness.until_seconds is None else f" until {slowness.until_seconds:.0f} s"
-    seconds = f"{slowness.delay_seconds * 1000:.0f} ms a step ({slowness.share:.0%})"
-    if slowness.instance is None:
-        text = f"{name_slow(slowness)} is slow since {since}: communication takes {seconds}"
-    else:
-        text = f"{name_slow(slowness)} is slow in {slowness.phase} since {since}{until}: +{seconds}"
-    return ": ".join([text, *(["; ".join(slowness.reasons)] if slowness.reasons else [])])

@@ -6,13 +6,13 @@ both are named, and neither is the culprit.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from typing import Final
 
 from popdist.errors import name_instances, remedy_of_lone_call
 from popdist.ground.progress import AFTER_LEAVING, FINALIZE
 from poprun.observe.account.evidence import Call, GroupRecord, Helper, InstanceEvidence, StackFrame
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.stacks import ReadLine, collective_of, own_frame
 from poprun.observe.account.state import InstanceState, InstanceStatus
 from poprun.observe.judge.hangs import Hang
@@ -23,50 +23,7 @@ EVERYBODY: Final = (
 )  # the group of all, as `launch.recorder` names it: its calls of NCCL, and of gloo
 
 
-class Cause(StrEnum):
-    """What the culprit did, or what was done to it."""
-
-    EXCEPTION = "exception"
-    EXIT = "exit code"
-    SIGNAL = "signal"
-    OUT_OF_MEMORY = "out of memory"
-    FULL_DISK = "full disk"
-    MISMATCH = "collective mismatch"
-    ABSENT = "did not come back from its own code"
-    HELPER = "helper process"  # such as a data loader's worker
-    EARLY_END = "ended before the others"
-    LOST = "lost"  # with its host, its agent, or the launcher
-    UNKNOWN = "not known"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Who is at fault, and why."""
-
-    cause: Cause = Cause.UNKNOWN
-    culprits: tuple[int, ...] = ()  # ascending; none where it is not known who it is
-    victims: tuple[int, ...] = ()  # those that failed, or wait, only because of them
-    torn_down: tuple[int, ...] = ()  # those that poprun ended
-    places: Mapping[int, str] = field(default_factory=dict)  # where instances failed or stand, as far as known
-    details: tuple[str, ...] = ()  # the evidence in words, one line each
-    since_epoch_seconds: float | None = None  # since when the others wait, where torch's recorder says so
-    advice: str = ""
-
-    @property
-    def is_about_absence(self) -> bool:
-        """Whether the culprits run, and do not come to where the others wait."""
-        return self.cause in (Cause.ABSENT, Cause.HELPER) and bool(self.culprits)
-
-    def place_of(self, instance: int) -> str:
-        """Where an instance failed or stands: ``file:line``, or empty."""
-        return self.places.get(instance, "")
-
-    def at(self, instance: int) -> str:
-        """The same, as the end of a line: ``, at file:line``, or empty."""
-        place = self.place_of(instance)
-        return f", at {place}" if place else ""
-
-
+_NANOSECONDS: Final = 1e9
 SAME_CALLS: Final = "all must make the same calls, with the same sizes, in the same order"
 OWN_CODE: Final = "look at this line: the others wait until it goes on"
 LEFT: Final = (
@@ -259,7 +216,7 @@ class Queue:
     @property
     def since_epoch_seconds(self) -> float:
         """When the first of them began to wait."""
-        return min(call.at_epoch_seconds for call in self.waiting.values())
+        return min(call.begin_ns for call in self.waiting.values()) / _NANOSECONDS
 
     def describe(self) -> str:
         """Who waits in which collective, and how far those are that have not called it."""
@@ -294,9 +251,7 @@ def _queues(
 def _group_waited_in(known: InstanceEvidence) -> GroupRecord | None:
     """The group with the call that is not done and was called first."""
     open_groups = [group for group in known.groups if group.pending is not None]
-    return min(
-        open_groups, key=lambda group: group.pending.at_epoch_seconds if group.pending else 0.0, default=None
-    )
+    return min(open_groups, key=lambda group: group.pending.begin_ns if group.pending else 0, default=None)
 
 
 def _queue(

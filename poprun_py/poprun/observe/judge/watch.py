@@ -6,17 +6,15 @@ from typing import Any, Final
 
 from popdist.errors import name_instances
 from poprun.observe.account.arrivals import Look, Window, measure_window, read_look
+from poprun.observe.account.judgements import Slowness
 from poprun.observe.account.state import InstanceStatus
 from poprun.observe.judge.slowness import (
     MOST_WINDOWS,
     NUM_WINDOWS,
-    Slowness,
-    describe_slowness,
     find_pause,
     find_slow_link,
     find_slowness,
     has_ended,
-    name_slow,
     waits_for_workers,
 )
 from poprun.plan.plan import Places
@@ -76,7 +74,7 @@ class PerformanceWatch:
         self._trip_seconds = max(round_trips.values(), default=0.0)
         if self.slow_link is None and self.lasting is None:
             self.slow_link = find_slow_link(self.windows, round_trips, own_host)
-            return [] if self.slow_link is None else [describe_slowness(self.slow_link)]
+            return [] if self.slow_link is None else [self.slow_link.text]
         return []
 
     def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
@@ -145,7 +143,7 @@ class PerformanceWatch:
         if lasting is not None:
             self.slowdowns[-1] = replace(lasting, until_seconds=window.began_seconds)
             self.windows = self.windows[-NUM_WINDOWS // 2 :]  # those before tell of what is over
-            lines.append(f"{name_slow(lasting)} is as fast as the others again")
+            lines.append(f"{lasting.name} is as fast as the others again")
         if found is not None and found.instance is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
             place = looks[found.instance].places.get(found.phase)
             places = [f"at {place}"] if place else []
@@ -154,12 +152,12 @@ class PerformanceWatch:
             hosts = self._places.hosts_of([found.instance])
             found = replace(found, reasons=(*found.reasons, *places), hosts=hosts)
             self.slowdowns.append(found)
-            lines.append(describe_slowness(found))
+            lines.append(found.text)
         return lines
 
     def summary(self) -> list[str]:
         """At most five lines about a whole attempt; none when it was balanced."""
-        lines = [*(describe_slowness(it) for it in self.all_slowdowns), *self.describe_pauses()]
+        lines = [*(it.text for it in self.all_slowdowns), *self.describe_pauses()]
         left = len(lines) - _MAX_LINES
         return lines if left <= 0 else [*lines[: _MAX_LINES - 1], f"and {left + 1} more: --report has all"]
 

@@ -11,6 +11,7 @@ from popdist.errors import name_instances
 from popdist.ground.layout import Parallelism
 from poprun.hosts.probe.program import words_for_own_python
 from poprun.launch.process.limits import Evidence, KillCounts, evidence_since
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords, last_words, without_numbers
 from poprun.observe.account.state import (
     OWN_NETWORK_LOST,
@@ -25,7 +26,6 @@ from poprun.observe.account.state import (
 from poprun.observe.judge.end_verdict import combine, find_verdict_of_end, kind_of_failure
 from poprun.observe.judge.findings import Findings, find_shortage
 from poprun.observe.judge.job_end import JobEnd, failed_while_leaving, first_failure, has_left, num_lone
-from poprun.observe.judge.verdict import Cause, Verdict
 from poprun.observe.show.standstill import describe_verdict
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import describe_seconds, numbered

@@ -4,35 +4,25 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Final
 
 from popdist.ground import contract
 from poprun.devices.pool.records import HeldLease
-from poprun.launch.messages.clock import ClockFit, recent_fits
+from poprun.launch.messages.clock import recent_fits
 from poprun.observe.account.curves import MAX_FOLDED, count_steps, curves_of, fold_curves
-from poprun.observe.account.evidence import Call, InstanceEvidence, Stacks
 from poprun.observe.account.job_record import (
     VERSION,
     AttemptRecord,
-    CallRecord,
-    ClockRecord,
-    EvidenceRecord,
-    GroupCallsRecord,
-    HelperRecord,
     InstanceRecord,
     JobRecord,
     LeaseRecord,
     PlanRecord,
-    SlowdownRecord,
-    VerdictRecord,
+    utc,
 )
 from poprun.observe.account.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.observe.account.time_shares import split_time
 from poprun.observe.judge.findings import Findings
 from poprun.observe.judge.job_end import JobEnd, exit_code, first_failure
-from poprun.observe.judge.slowness import Slowness, describe_slowness
-from poprun.observe.judge.verdict import Verdict
 from poprun.observe.show.printed_report import render_end
 from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices
 from poprun.plan.plan_file import plan_to_dict
@@ -42,7 +32,6 @@ from poprun.text.ranges import fold_numbers
 _NUMBER: Final = r"(?:[-+.e\d]+|null)"
 _NUMBERS: Final = re.compile(rf"\[\n\s+({_NUMBER}(?:,\n\s+{_NUMBER})*)\n\s+\]")
 _DIGITS: Final = 3
-_MILLISECONDS: Final = 1000
 
 
 def record_job(
@@ -60,7 +49,7 @@ def record_job(
         poprun_version=contract.VERSION,
         job_id=job_id,
         is_over=is_over,
-        written_at=_utc(time.time()),
+        written_at=utc(time.time()),
         exit_code=exit_code(ends[-1]) if ends and is_over and not error else None,
         error=error,
         plan=None if plan is None else _record_plan(plan),
@@ -91,8 +80,8 @@ def _record_attempt(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd) 
     is_folded = len(end.statuses) > MAX_FOLDED
     return AttemptRecord(
         is_over=end.is_over,
-        started_at=_utc(end.started_at_epoch_seconds),
-        ended_at=_utc(end.started_at_epoch_seconds + end.seconds) if end.is_over else None,
+        started_at=utc(end.started_at_epoch_seconds),
+        ended_at=utc(end.started_at_epoch_seconds + end.seconds) if end.is_over else None,
         duration_seconds=round(end.seconds, _DIGITS),
         exit_code=exit_code(end) if end.is_over else None,
         stop_reason=end.stop_reason,
@@ -101,71 +90,16 @@ def _record_attempt(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd) 
         launcher_excerpt=(end.findings or Findings()).launcher_words.lines,
         survivors=end.survivors,
         printed=tuple(render_end(end, plan)) if end.is_over else (),
-        verdict=None if end.findings is None else _record_verdict(end.findings.verdict),
+        verdict=None if end.findings is None else end.findings.verdict,
         warnings=tuple(end.warnings),
-        slowdowns=tuple(map(_record_slowdown, end.slowdowns)),
-        clocks={host: _record_clock(clock) for host, clock in sorted(recent_fits(end.clock_rounds).items())},
+        slowdowns=tuple(end.slowdowns),
+        clocks=dict(sorted(recent_fits(end.clock_rounds).items())),
         instances=tuple(
             _record_instance(plan, plan.instance(it.index, given), end, it, is_folded=is_folded)
             for it in end.statuses
         ),
         curves=fold_curves(end.curves.instances) if end.curves and is_folded else {},
     )
-
-
-def _record_verdict(verdict: Verdict) -> VerdictRecord:
-    since = verdict.since_epoch_seconds
-    return VerdictRecord(
-        cause=str(verdict.cause),
-        culprits=verdict.culprits,
-        victims=verdict.victims,
-        torn_down=verdict.torn_down,
-        places=dict(sorted(verdict.places.items())),
-        details=verdict.details,
-        since=None if since is None else _utc(since),
-        advice=verdict.advice,
-    )
-
-
-def _record_slowdown(slowness: Slowness) -> SlowdownRecord:
-    fields = asdict(slowness)
-    del fields["num_windows"]  # which only says when it is over
-    return SlowdownRecord(text=describe_slowness(slowness), **fields)
-
-
-def _record_clock(clock: ClockFit) -> ClockRecord:
-    return ClockRecord(
-        offset_seconds=clock.offset_seconds,
-        uncertainty_seconds=clock.uncertainty_seconds,
-        drift=clock.drift,
-        drift_uncertainty=clock.drift_uncertainty,
-    )
-
-
-def _record_evidence(evidence: InstanceEvidence) -> EvidenceRecord:
-    return EvidenceRecord(
-        stack=_frames_of(evidence.stacks) or _frames_of(evidence.crash),
-        helpers=tuple(HelperRecord(process=it.process, stack=_frames_of(it.stacks)) for it in evidence.helpers),
-        groups=tuple(
-            GroupCallsRecord(
-                name=group.name,
-                num_called=group.num_called,
-                num_done=group.num_done,
-                calls=tuple(map(_record_call, group.calls)),
-            )
-            for group in evidence.groups
-        ),
-        full_disks=evidence.full_disks,
-    )
-
-
-def _record_call(call: Call) -> CallRecord:
-    return CallRecord(number=call.number, call=str(call), is_done=call.is_done, at=_utc(call.at_epoch_seconds))
-
-
-def _frames_of(stacks: Stacks) -> tuple[str, ...]:
-    """The main thread's calls, the latest last; what /proc tells where there is no stack."""
-    return tuple(f"{it.file}:{it.line} in {it.function}" for it in stacks.main) or stacks.processes
 
 
 def _record_instance(
@@ -195,7 +129,7 @@ def _record_instance(
         last_lines=tuple(end.last_lines.get(status.index, ())),
         curves=curves_of(end.curves.instances[status.index]) if end.curves and not is_folded else {},
         phase_seconds=_phase_seconds(end, status),
-        evidence=_record_evidence(known) if (known := end.evidence.get(status.index)) else None,
+        evidence=end.evidence.get(status.index),
     )
 
 
@@ -211,10 +145,3 @@ def _phase_seconds(end: JobEnd, status: InstanceStatus) -> dict[str, float]:
         end.waiting_seconds.get(status.index, 0.0),
     )
     return {name: round(seconds, _DIGITS) for name, seconds in parts.items()}
-
-
-def _utc(epoch_seconds: float) -> str:
-    """A moment as ISO 8601 has it, to the millisecond."""
-    milliseconds = round(epoch_seconds * _MILLISECONDS)
-    whole, rest = divmod(milliseconds, _MILLISECONDS)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{rest:03}Z"

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from popdist.errors import name_instances
-from poprun.observe.account.job_record import AttemptRecord, InstanceRecord, JobRecord, VerdictRecord
+from poprun.observe.account.job_record import AttemptRecord, InstanceRecord, JobRecord, utc
+from poprun.observe.account.judgements import Verdict
 from poprun.observe.show.compare import Change, Comparison, Difference
 from poprun.plan.render.table import terminal_text
 from poprun.text.ranges import counted, describe_bytes, describe_seconds, fold_hosts
@@ -97,11 +98,11 @@ def _end_of(attempt: AttemptRecord) -> str:
     return attempt.stop_reason
 
 
-def _verdict(verdict: VerdictRecord) -> str:
+def _verdict(verdict: Verdict) -> str:
     """Who is at fault, where in the code, and since when the others waited, as far as it is known."""
     who = [name_instances(verdict.culprits)] if verdict.culprits else []
     places = sorted({f"at {verdict.places[it]}" for it in verdict.culprits if it in verdict.places})
-    since = [f"since {verdict.since}"] if verdict.since is not None else []
+    since = [] if (began := verdict.since_epoch_seconds) is None else [f"since {utc(began)}"]
     facts = ", ".join([*who, *places[:1], *since])
     return f"{verdict.cause}: {facts}" if facts else verdict.cause
 

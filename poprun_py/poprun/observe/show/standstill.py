@@ -11,10 +11,10 @@ from popdist.errors import name_instances
 from popdist.ground.layout import Parallelism
 from popdist.ground.progress import FINALIZE, Progress
 from poprun.observe.account.evidence import StackFrame, Stacks
+from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.stacks import POPDIST, ReadLine
 from poprun.observe.account.state import InstanceStatus, name_with_place
 from poprun.observe.judge.hangs import Hang
-from poprun.observe.judge.verdict import Cause, Verdict
 from poprun.text.ranges import counted
 
 MAX_LINES: Final = 8

@@ -11,7 +11,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from popdist.errors import name_instances
@@ -20,7 +20,8 @@ from poprun.errors import UsageError
 from poprun.launch.messages.clock import Exchange, fit_clock
 from poprun.observe.show.trace.document import instance_events, joint_events, write_document
 from poprun.observe.show.trace.joint_calls import find_joint_calls, with_ends
-from poprun.observe.show.trace.recorded import About, CollectiveCall, Recorded, read_about, read_recorded
+from poprun.observe.account.evidence import Call
+from poprun.observe.show.trace.recorded import About, Recorded, read_about, read_recorded
 from poprun.observe.show.trace.time_table import (
     TABLE_FILE,
     VERSION,
@@ -143,7 +144,7 @@ class Traced:
 
     about: About
     clock: InstanceClock
-    calls: list[CollectiveCall]  # the collectives that it has come to, by poprun's clock
+    calls: list[Call]  # the collectives that it has come to, by poprun's clock
 
 
 class Merging:
@@ -174,7 +175,7 @@ class Merging:
             return None
         to_ours = clock.to_ours
         calls = [
-            it._replace(begin_ns=to_ours(it.begin_ns), end_ns=it.end_ns and to_ours(it.end_ns))
+            replace(it, begin_ns=to_ours(it.begin_ns), end_ns=it.end_ns and to_ours(it.end_ns))
             for it in about.calls
         ]
         return Traced(about=about, clock=clock, calls=calls)
@@ -254,7 +255,7 @@ class Merging:
             workers = self._read(index, "workers")
         return read_recorded(profile, workers, traced.about.thread, traced.clock.to_ours)
 
-    def _add_times(self, index: int, traced: Traced, recorded: Recorded, calls: Sequence[CollectiveCall]) -> None:
+    def _add_times(self, index: int, traced: Traced, recorded: Recorded, calls: Sequence[Call]) -> None:
         about, to_ours = traced.about, traced.clock.to_ours
         window = to_ours(about.begun_ns), to_ours(about.ended_ns)
         self._times.append(where_time_went(index, window, about.thread, recorded.slices, calls, self._joint))

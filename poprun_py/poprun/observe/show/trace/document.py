@@ -7,14 +7,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from poprun.observe.show.trace.joint_calls import JointCall
+from poprun.observe.account.arrivals import Arrivals
+from poprun.observe.account.evidence import Call, CallKey
 from poprun.observe.show.trace.recorded import (
     COLLECTIVE_NAME,
     DATA_NAME,
     POPDIST_GROUP,
     Arrow,
-    CallKey,
-    CollectiveCall,
     Recorded,
     Slice,
 )
@@ -29,7 +28,7 @@ _OPTIMIZER: Final = "Optimizer."
 
 
 def instance_events(
-    index: int, title: str, recorded: Recorded, thread: str, calls: Sequence[CollectiveCall], origin_ns: int
+    index: int, title: str, recorded: Recorded, thread: str, calls: Sequence[Call], origin_ns: int
 ) -> Iterator[dict[str, object]]:
     """The events of one instance: its own, the phases of its main ``thread``, and its collectives."""
     placed = lanes_of(calls)
@@ -64,14 +63,12 @@ def _titles(index: int, title: str, names: Mapping[str, str], places: Places) ->
 
 
 def joint_events(
-    joint_calls: Mapping[CallKey, JointCall], calls: Mapping[int, Iterable[CollectiveCall]], origin_ns: int
+    joint_calls: Mapping[CallKey, Arrivals], calls: Mapping[int, Iterable[Call]], origin_ns: int
 ) -> Iterator[dict[str, object]]:
     """An arrow for each collective, from the instance that came first to the last, among those with ``calls``."""
     lanes = {index: {call.key: lane for lane, call in lanes_of(own)} for index, own in calls.items()}
-    for number, (key, joint) in enumerate(joint_calls.items()):
-        came = sorted(
-            (at, instance) for instance, at in joint.arrivals_ns.items() if key in lanes.get(instance, ())
-        )
+    for number, (key, arrivals) in enumerate(joint_calls.items()):
+        came = sorted((at, instance) for instance, at in arrivals.items() if key in lanes.get(instance, ()))
         if len(came) > 1:
             for end, (at_ns, instance) in (({"ph": "s"}, came[0]), ({"ph": "f", "bp": "e"}, came[-1])):
                 place = _place(instance, 1 + lanes[instance][key])
@@ -79,7 +76,7 @@ def joint_events(
                 yield {**end, "id": number + 1, "cat": "collective", "name": key[2], **moment}
 
 
-def lanes_of(calls: Iterable[CollectiveCall]) -> list[tuple[int, CollectiveCall]]:
+def lanes_of(calls: Iterable[Call]) -> list[tuple[int, Call]]:
     """Each call with the first row that is free when it begins: several may be on their way at once."""
     free_at: list[int] = []
     placed = []
@@ -94,7 +91,7 @@ def _lane(number: int) -> str:
     return _COLLECTIVES if number == 0 else f"{_COLLECTIVES} {number + 1}"
 
 
-def phases_of(slices: Sequence[Slice], thread: str, calls: Sequence[CollectiveCall]) -> list[Slice]:
+def phases_of(slices: Sequence[Slice], thread: str, calls: Sequence[Call]) -> list[Slice]:
     """The phases of a loop, by what its main thread and autograd's threads do; what is alike is joined."""
     made: list[Slice] = []
     waits = [
@@ -154,7 +151,7 @@ def _arrows(index: int, arrows: Iterable[Arrow], places: Places, origin_ns: int)
             yield {**kind, "id": number, "cat": one.name, "name": one.name, **moment}
 
 
-def _microseconds(nanoseconds: int) -> float:
+def _microseconds(nanoseconds: float) -> float:
     return nanoseconds / 1000
 
 

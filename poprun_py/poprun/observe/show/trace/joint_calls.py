@@ -2,34 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
-from poprun.observe.account.arrivals import delay_of
-from poprun.observe.show.trace.recorded import GPU_ANNOTATION, CallKey, CollectiveCall, Slice
+from poprun.observe.account.arrivals import Arrivals
+from poprun.observe.account.evidence import Call, CallKey
+from poprun.observe.show.trace.recorded import GPU_ANNOTATION, Slice
 
 _ROUNDING_NS: Final = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointCall:
-    """One collective: when each instance came to it."""
-
-    arrivals_ns: Mapping[int, int]  # by instance, of two or more
-
-    @property
-    def last(self) -> int:
-        """The instance that came last."""
-        return max(self.arrivals_ns, key=self.arrivals_ns.__getitem__)
-
-    @property
-    def delay_ns(self) -> float:
-        """How much later the last one came than the median of the others."""
-        return delay_of(self.last, self.arrivals_ns)
-
-
-def find_joint_calls(calls: Mapping[int, Sequence[CollectiveCall]]) -> dict[CallKey, JointCall]:
-    """The collectives to which all instances of their group came in the window, by what they have in common."""
+def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arrivals]:
+    """Return the collectives that all instances of a group called in the window, with the times of their calls."""
     arrivals: dict[CallKey, dict[int, int]] = defaultdict(dict)
     members: dict[str, set[int]] = defaultdict(set)
     for instance, own in calls.items():
@@ -37,13 +21,13 @@ def find_joint_calls(calls: Mapping[int, Sequence[CollectiveCall]]) -> dict[Call
             arrivals[call.key][instance] = call.begin_ns
             members[call.group].add(instance)
     return {
-        key: JointCall(arrivals_ns=came)
+        key: came
         for key, came in arrivals.items()
         if len(came) > 1 and came.keys() == members[key[0]]
     }
 
 
-def with_ends(calls: Iterable[CollectiveCall], slices: Iterable[Slice]) -> list[CollectiveCall]:
+def with_ends(calls: Iterable[Call], slices: Iterable[Slice]) -> list[Call]:
     """The calls that have ended in the window, with their ends: those of their work in other threads, or on a GPU.
 
     A group does its collectives in the order in which they were called.
@@ -63,5 +47,5 @@ def with_ends(calls: Iterable[CollectiveCall], slices: Iterable[Slice]) -> list[
         while done and done[0].begin_ns < call.begin_ns - _ROUNDING_NS:
             done.pop(0)
         if done:
-            ended.append(call._replace(end_ns=done.pop(0).end_ns))
+            ended.append(replace(call, end_ns=done.pop(0).end_ns))
     return ended

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from poprun.launch.messages.clock import Exchange
 from poprun.launch.recorder import MALFORMED, groups_in
+from poprun.observe.account.evidence import Call
 from poprun.text.ranges import fold_numbers
 
 DATA_NAME: Final = "enumerate(DataLoader)"
@@ -25,9 +26,6 @@ GPU_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", GPU_ANNOTATION)
 _KEPT_ARGUMENTS: Final = ("stream", "device", "bytes")
 _NS_PER_US: Final = 1000
 
-
-CallKey = tuple[str, int, str]
-"""The group, number and name of a collective, which it has on all instances."""
 
 
 class Slice(NamedTuple):
@@ -51,21 +49,6 @@ class Arrow(NamedTuple):
     at_ns: int
 
 
-class CollectiveCall(NamedTuple):
-    """A collective that an instance has come to; of popdist's own ones the end is known from the start."""
-
-    group: str
-    number: int
-    name: str
-    begin_ns: int
-    end_ns: int = 0
-
-    @property
-    def key(self) -> CallKey:
-        """What the same collective has on all instances."""
-        return self.group, self.number, self.name
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
     """What a program tells of its recording, beside the events."""
@@ -78,7 +61,7 @@ class About:
     begun_ns: int = 0
     ended_ns: int = 0
     exchanges: tuple[Exchange, ...] = ()  # with its agent, before and after
-    calls: tuple[CollectiveCall, ...] = ()  # by time
+    calls: tuple[Call, ...] = ()  # the collectives that the program has called, by time; names include the backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +83,24 @@ def read_about(text: str) -> About:
             return about
         begun_ns = int(values["begun_ns"])
         calls = [
-            CollectiveCall(
-                group, int(it["collective_seq_id"]), str(it["profiling_name"]), int(it["time_created_ns"])
+            Call(
+                group=group,
+                number=int(it["collective_seq_id"]),
+                name=str(it["profiling_name"]),
+                begin_ns=int(it["time_created_ns"]),
             )
             for group, entries, _ in groups_in(values["recorder"].encode())
             for it in entries
             if int(it["time_created_ns"]) >= begun_ns and not it["is_p2p"]
         ]
         waits = [
-            CollectiveCall(_popdist_group(members), int(number), str(name), int(begin), int(end))
+            Call(
+                group=_popdist_group(members),
+                number=int(number),
+                name=str(name),
+                begin_ns=int(begin),
+                end_ns=int(end),
+            )
             for members, number, name, begin, end in values["waits"]
         ]
         return replace(

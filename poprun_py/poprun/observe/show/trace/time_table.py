@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from poprun.errors import PlanError
-from poprun.observe.show.trace.joint_calls import JointCall
-from poprun.observe.show.trace.recorded import COLLECTIVE_NAME, DATA_NAME, CallKey, CollectiveCall, Slice
+from poprun.observe.account.arrivals import Arrivals, delay_of, last_of
+from poprun.observe.account.evidence import Call, CallKey
+from poprun.observe.show.trace.recorded import COLLECTIVE_NAME, DATA_NAME, Slice
 from poprun.plan.render.table import terminal_text
 from poprun.text.fields import read_record
 from poprun.text.input_files import parse_json
@@ -31,16 +32,20 @@ Spans = list[tuple[int, int]]  # from a begin to an end, by time, without overla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceTimes:
-    """Where the time of one instance went; the parts from compute to idle add up to the length of its window."""
+    """Where the time of one instance went in the traced steps, and how late the instance was."""
 
     index: int
-    compute_seconds: float  # operations of torch ran
-    communication_seconds: float  # nothing but collectives to which all had come
-    waiting_for_others_seconds: float  # nothing but collectives to which somebody had not come
-    waiting_for_data_seconds: float
-    idle_seconds: float  # nothing of all this: Python itself, files, or sleep
-    num_last: int  # collectives to which it came last
-    delay_seconds: float  # how much later than the median of the others, at the mean of those
+    seconds: Mapping[Annotated[str, visible], float]  # by part, see ``PARTS``; together the length of the window
+    num_last: int  # number of collectives that the instance called last
+    delay_seconds: float  # how much later than the median of the others the instance called these, in the mean
+
+
+PARTS: Final = ("data", "compute", "waiting", "communication", "outside")
+"""The parts of an instance's time in a trace, with the names that `time_shares` has for these parts.
+
+A moment belongs to the first part whose operations cover the moment: the loop waits for its DataLoader; an operation
+of torch runs; a collective waits for an instance that has not called it; a collective runs; none of these.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +80,8 @@ def where_time_went(
     window: tuple[int, int],
     thread: str,
     slices: Sequence[Slice],
-    calls: Sequence[CollectiveCall],
-    joint_calls: Mapping[CallKey, JointCall],
+    calls: Sequence[Call],
+    joint_calls: Mapping[CallKey, Arrivals],
 ) -> InstanceTimes:
     """The parts of a window: what the main ``thread`` of an instance does, or its GPUs where they do anything."""
     kernels = [it for it in slices if it.category == "kernel"]
@@ -89,25 +94,21 @@ def where_time_went(
         communicating = _spans(it for it in own if it.name.startswith(COLLECTIVE_NAME))
     collectives = [*communicating, *((it.begin_ns, it.end_ns) for it in calls)]
     waiting = [
-        (it.begin_ns, min(it.end_ns, joint.arrivals_ns[joint.last]))
+        (it.begin_ns, min(it.end_ns, int(arrivals[last_of(arrivals)])))
         for it in calls
-        if (joint := joint_calls.get(it.key))
+        if (arrivals := joint_calls.get(it.key))
     ]
     data = _spans(it for it in slices if it.row == thread and it.name.startswith(DATA_NAME))
     covered: Spans = []
-    ends = [0.0]  # of the parts, laid one behind the other: a moment counts for the first part that covers it
+    ends = [0.0]  # the seconds that the first parts cover together
     for spans in (data, busy, waiting, collectives, [window]):
         covered = union((*covered, *spans))
         ends.append(seconds_within(covered, window))
-    parts = [end - begin for begin, end in pairwise(ends)]
-    delays = [it.delay_ns for it in joint_calls.values() if it.last == index]
+    parts = (end - begin for begin, end in pairwise(ends))
+    delays = [delay_of(index, it) for it in joint_calls.values() if last_of(it) == index]
     return InstanceTimes(
         index=index,
-        waiting_for_data_seconds=parts[0],
-        compute_seconds=parts[1],
-        waiting_for_others_seconds=parts[2],
-        communication_seconds=parts[3],
-        idle_seconds=parts[4],
+        seconds=dict(zip(PARTS, parts, strict=True)),
         num_last=len(delays),
         delay_seconds=sum(delays) / len(delays) / _NANOSECONDS if delays else 0.0,
     )
@@ -170,16 +171,16 @@ def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
     rows = [
         (
             str(it.index),
-            *(f"{getattr(it, name) * 1000 / num_steps:.1f}" for name in _PARTS),
+            *(f"{it.seconds[part] * 1000 / num_steps:.1f}" for part in PARTS),
             f"{it.num_last} of {table.num_collectives}" if table.num_collectives else "",
             f"{it.delay_seconds * 1000:.1f}" if it.num_last else "",
         )
         for it in table.instances[:_MOST_ROWS]
     ]
-    yield _table(("instance", *_PARTS.values(), "came last", "by ms"), rows)
+    yield _table(("instance", *PARTS, "came last", "by ms"), rows)
     if num_left := len(table.instances) - len(rows):
         yield f"and {counted(num_left, 'more instance')}"
-    compute = sum(it.compute_seconds for it in table.instances)
+    compute = sum(it.seconds["compute"] for it in table.instances)
     if table.operations:
         yield ""
         yield Text("the operations that took most time, on all instances together")
@@ -199,27 +200,17 @@ def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
         yield f"  {share:4.0%} less {reason}"
 
 
-_PARTS: Final = {
-    "compute_seconds": "compute",
-    "communication_seconds": "communication",
-    "waiting_for_others_seconds": "waiting\nfor others",
-    "waiting_for_data_seconds": "waiting\nfor data",
-    "idle_seconds": "idle",
-}
-"""The parts of an instance's time, and their headings."""
-
-
 _GAINS: Final = {
-    "if the instances shared the work evenly": "waiting_for_others_seconds",
-    "if data were always there": "waiting_for_data_seconds",
-    "if communication were hidden behind compute": "communication_seconds",
+    "if the instances shared the work evenly": "waiting",
+    "if data were always there": "data",
+    "if communication were hidden behind compute": "communication",
 }
 """The parts that an ideal job would not have, and why."""
 
 
 def gains(table: TraceTable) -> dict[str, float]:
     """By how much the time would shrink, as a share, without waits: at the mean of all instances."""
-    seconds = {part: sum(float(getattr(it, part)) for it in table.instances) for part in _PARTS}
+    seconds = {part: sum(it.seconds[part] for it in table.instances) for part in PARTS}
     whole = sum(seconds.values()) or 1.0
     return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
 
