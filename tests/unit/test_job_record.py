@@ -1,6 +1,7 @@
 """A report of a job read back from its JSON, and shown.
 
-Holds poprun.observe.account.job_record, poprun.observe.show.report_words and poprun.observe.show.report_command.
+Holds poprun.observe.account.job_record, poprun.observe.show.report_words, poprun.observe.show.tables and
+poprun.observe.show.report_command.
 """
 
 import copy

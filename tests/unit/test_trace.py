@@ -337,7 +337,10 @@ def test_spans_are_sets(some: list[tuple[int, int]], window: tuple[int, int]) ->
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted), max_size=12))
 def test_calls_of_a_row_do_not_overlap(made: list[tuple[int, int]]) -> None:
     """Several collectives at once stand on rows of their own."""
-    placed = lanes_of(Call(group="0", number=number, name="a", begin_ns=begin, end_ns=end) for number, (begin, end) in enumerate(made))
+    placed = lanes_of(
+        Call(group="0", number=number, name="a", begin_ns=begin, end_ns=end)
+        for number, (begin, end) in enumerate(made)
+    )
     for lane in {lane for lane, _ in placed}:
         own = [call for other, call in placed if other == lane]
         assert all(one.end_ns <= following.begin_ns for one, following in pairwise(own))

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -13,12 +12,13 @@ from popdist.errors import name_instances
 from poprun.observe.account.job_record import AttemptRecord, InstanceRecord, JobRecord, utc
 from poprun.observe.account.judgements import Verdict
 from poprun.observe.show.compare import Change, Comparison, Difference
+from poprun.observe.show.tables import INSTANCE, instance_cells, text_table
 from poprun.plan.render.table import terminal_text
-from poprun.text.ranges import counted, describe_bytes, describe_seconds, fold_hosts
+from poprun.text.ranges import counted, describe_seconds, fold_hosts
 
 _MOST_ROWS: Final = 16
 _LABEL_WIDTH: Final = 11
-_TEXTS: Final = ("host", "replicas", "end", "figure", "change")  # columns that stand to the left
+_COLUMNS: Final = (INSTANCE, "host", "replicas", "end", "ran for", "steps", "peak memory")
 _MOST_SLOWDOWNS: Final = 8
 
 
@@ -43,7 +43,7 @@ def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
     ]
     notes = [f"{it.figure}: {note}" for it in found.differences for note in it.notes]
     head = "; ".join(told) or "no difference"
-    return terminal_text(head, "", _table(rows), "", *notes, width=width, has_color=has_color)
+    return terminal_text(head, "", text_table(rows), "", *notes, width=width, has_color=has_color)
 
 
 def _change(difference: Difference) -> str:
@@ -80,11 +80,11 @@ def _attempt(job: JobRecord, number: int) -> Iterator[Table | Text | str]:
         return
     shown = _shown_instances(attempt)
     yield ""
-    yield _table([_cells(it, attempt) for it in shown])
+    yield text_table([_cells(it, attempt) for it in shown])
     if timed := [it for it in shown if it.phase_seconds]:
         yield ""
         yield "where the time of each instance went"
-        yield _table([_shares(it) for it in timed])
+        yield text_table([_shares(it) for it in timed])
     if num_left := len(attempt.instances) - len(shown):
         yield f"and {counted(num_left, 'more instance')}, which neither failed nor were slow"
 
@@ -117,17 +117,9 @@ def _shown_instances(attempt: AttemptRecord) -> list[InstanceRecord]:
 
 
 def _cells(instance: InstanceRecord, attempt: AttemptRecord) -> Mapping[str, str]:
-    """The row of an instance: its cells by heading."""
-    steps, seconds, memory = instance.num_steps, instance.duration_seconds, instance.peak_memory_bytes
-    return {
-        "instance": str(instance.index),
-        "host": instance.host,
-        "replicas": instance.replicas,
-        "end": instance.describe_end(is_over=attempt.is_over),
-        "ran for": "" if seconds is None else describe_seconds(seconds),
-        "steps": "" if not steps else f"{steps:,}",
-        "memory": "" if memory is None else describe_bytes(memory),
-    }
+    """Return the row of an instance: the texts of its cells by heading."""
+    cells = instance_cells(instance, attempt)
+    return {heading: cells[heading].text for heading in _COLUMNS}
 
 
 def _shares(instance: InstanceRecord) -> Mapping[str, str]:
@@ -136,18 +128,7 @@ def _shares(instance: InstanceRecord) -> Mapping[str, str]:
     shares = {
         phase: f"{seconds / whole:.0%}" if seconds else "" for phase, seconds in instance.phase_seconds.items()
     }
-    return {"instance": str(instance.index), **shares}
-
-
-def _table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Rows under their headings, without columns that are empty; those of ``_TEXTS`` stand to the left."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
-    for heading in headings:
-        table.add_column(Text(heading), justify="left" if heading in _TEXTS else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row.get(heading, "")) for heading in headings))
-    return table
+    return {INSTANCE: str(instance.index), **shares}
 
 
 def _fact(label: str, value: str) -> Text:

@@ -3,16 +3,16 @@
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Final
 
-from poprun.observe.account.job_record import AttemptRecord, InstanceRecord, JobRecord
+from poprun.observe.account.job_record import AttemptRecord, JobRecord
 from poprun.observe.account.time_shares import PARTS, JobTime, find_job_time, offsets
 from poprun.observe.show.page.charts import charts_of, render_charts
+from poprun.observe.show.tables import INSTANCE, Cell, instance_cells
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.render.picture.documents import render_fragment
 from poprun.plan.render.words import facts_of, size_of
-from poprun.text.ranges import describe_bytes, describe_rate, describe_seconds
+from poprun.text.ranges import describe_bytes, describe_seconds
 from poprun.text.screen import without_codes
 from popsize.svg import element, escaped
 
@@ -21,7 +21,6 @@ _MOST_BARS: Final = 64
 _MOST_THICK: Final = 16  # bars of the usual height
 _LETTERS_OF_A_LINE: Final = 240
 _LETTERS_OF_LINES: Final = 400_000  # of all instances
-_INDEX: Final = "instance"  # the first column of the table
 
 
 def name_of(job: JobRecord) -> str:
@@ -187,50 +186,26 @@ def _remarks(attempts: Sequence[AttemptRecord]) -> str:
 
 def _table(attempt: AttemptRecord) -> str:
     """The instances of the last attempt; the page's script sorts them."""
-    rows = [_cells(it, attempt) for it in attempt.instances]
-    shown = [name for name in rows[0] if any(row[name][1] for row in rows)]
+    rows = [instance_cells(it, attempt) for it in attempt.instances]
+    shown = [name for name in rows[0] if any(row[name].text for row in rows)]
     head = [
         element(
             "th",
             element("button", name, type="button"),
             scope="col",
-            aria_sort="ascending" if name == _INDEX else None,
+            aria_sort="ascending" if name == INSTANCE else None,
         )
         for name in shown
     ]
-    body = [element("tr", *(_cell(name, *row[name]) for name in shown)) for row in rows]
+    body = [element("tr", *(_cell(name, row[name]) for name in shown)) for row in rows]
     table = element("table", element("thead", element("tr", *head)), element("tbody", *body))
     return element("div", table, class_="wide", tabindex="0", role="region", aria_label="the instances")
 
 
-def _cell(column: str, value: object, text: str) -> str:
-    if column == _INDEX:
-        return element("th", escaped(text), data_v=value, scope="row")
-    return element("td", escaped(text), data_v=value)
-
-
-def _cells(instance: InstanceRecord, attempt: AttemptRecord) -> dict[str, tuple[object, str]]:
-    """For each column the value to sort by, and its text."""
-    seconds, peak, steps = instance.duration_seconds, instance.peak_memory_bytes, instance.num_steps
-    place = instance.place or {}
-    speed = steps / seconds if steps and seconds else None
-    known = [it for it in instance.curves["cpu"].middle if it is not None] if "cpu" in instance.curves else ()
-    busy = fmean(known) if known else None
-    waiting = instance.phase_seconds.get("waiting")
-    end = instance.describe_end(is_over=attempt.is_over)
-    return {
-        _INDEX: (instance.index, str(instance.index)),
-        **{name: (value, str(value)) for name, value in place.items()},
-        "host": (instance.host, instance.host),
-        "end": (end, end),
-        "ran for": (seconds or 0, "" if seconds is None else describe_seconds(seconds)),
-        "steps": (steps or 0, "" if steps is None else f"{steps:,}"),
-        "steps/s": (speed or 0, "" if speed is None else describe_rate(speed)),
-        "waited": (waiting or 0, "" if waiting is None else describe_seconds(waiting)),
-        "processors": (busy or 0, "" if busy is None else f"{busy:.2f}"),
-        "peak memory": (peak or 0, "" if peak is None else describe_bytes(peak)),
-        "replicas": (instance.replicas, instance.replicas),
-    }
+def _cell(column: str, cell: Cell) -> str:
+    if column == INSTANCE:
+        return element("th", escaped(cell.text), data_v=cell.value, scope="row")
+    return element("td", escaped(cell.text), data_v=cell.value)
 
 
 def _last_lines(attempt: AttemptRecord) -> str:

@@ -18,9 +18,9 @@ from popdist.errors import name_instances
 from popdist.ground.trusted_paths import opened_own_folder
 from poprun.errors import UsageError
 from poprun.launch.messages.clock import Exchange, fit_clock
+from poprun.observe.account.evidence import Call
 from poprun.observe.show.trace.document import instance_events, joint_events, write_document
 from poprun.observe.show.trace.joint_calls import find_joint_calls, with_ends
-from poprun.observe.account.evidence import Call
 from poprun.observe.show.trace.recorded import About, Recorded, read_about, read_recorded
 from poprun.observe.show.trace.time_table import (
     TABLE_FILE,

@@ -27,7 +27,6 @@ _KEPT_ARGUMENTS: Final = ("stream", "device", "bytes")
 _NS_PER_US: Final = 1000
 
 
-
 class Slice(NamedTuple):
     """An operation, from its begin to its end, on a row: a thread, or a stream of a GPU."""
 

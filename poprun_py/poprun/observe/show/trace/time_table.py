@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Final
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from poprun.errors import PlanError
 from poprun.observe.account.arrivals import Arrivals, delay_of, last_of
 from poprun.observe.account.evidence import Call, CallKey
+from poprun.observe.show.tables import text_table
 from poprun.observe.show.trace.recorded import COLLECTIVE_NAME, DATA_NAME, Slice
 from poprun.plan.render.table import terminal_text
 from poprun.text.fields import read_record
@@ -43,8 +43,8 @@ class InstanceTimes:
 PARTS: Final = ("data", "compute", "waiting", "communication", "outside")
 """The parts of an instance's time in a trace, with the names that `time_shares` has for these parts.
 
-A moment belongs to the first part whose operations cover the moment: the loop waits for its DataLoader; an operation
-of torch runs; a collective waits for an instance that has not called it; a collective runs; none of these.
+A moment belongs to the first part that covers the moment: the loop waits for its DataLoader; an operation of torch
+runs; a collective waits for an instance that has not called it; a collective runs; the rest.
 """
 
 
@@ -169,31 +169,32 @@ def _parts(table: TraceTable) -> Iterator[Table | Text | str]:
         f"{counted(len(table.instances), 'instance')}, {counted(table.num_steps, 'step')}: milliseconds {what}"
     )
     rows = [
-        (
-            str(it.index),
-            *(f"{it.seconds[part] * 1000 / num_steps:.1f}" for part in PARTS),
-            f"{it.num_last} of {table.num_collectives}" if table.num_collectives else "",
-            f"{it.delay_seconds * 1000:.1f}" if it.num_last else "",
-        )
+        {
+            "instance": str(it.index),
+            **{part: f"{it.seconds[part] * 1000 / num_steps:.1f}" for part in PARTS},
+            "came last": f"{it.num_last} of {table.num_collectives}" if table.num_collectives else "",
+            "by ms": f"{it.delay_seconds * 1000:.1f}" if it.num_last else "",
+        }
         for it in table.instances[:_MOST_ROWS]
     ]
-    yield _table(("instance", *PARTS, "came last", "by ms"), rows)
+    yield text_table(rows)
     if num_left := len(table.instances) - len(rows):
         yield f"and {counted(num_left, 'more instance')}"
     compute = sum(it.seconds["compute"] for it in table.instances)
     if table.operations:
         yield ""
         yield Text("the operations that took most time, on all instances together")
-        operations = [
-            (
-                it.name,
-                str(it.num_calls),
-                f"{it.seconds * 1000:.1f}",
-                f"{it.seconds / compute:.0%}" if compute else "",
-            )
-            for it in table.operations
-        ]
-        yield _table(("operation", "calls", "ms", "of compute"), operations)
+        yield text_table(
+            [
+                {
+                    "operation": it.name,
+                    "calls": str(it.num_calls),
+                    "ms": f"{it.seconds * 1000:.1f}",
+                    "of compute": f"{it.seconds / compute:.0%}" if compute else "",
+                }
+                for it in table.operations
+            ]
+        )
     yield ""
     yield Text("an ideal job would need less time")
     for reason, share in gains(table).items():
@@ -213,13 +214,3 @@ def gains(table: TraceTable) -> dict[str, float]:
     seconds = {part: sum(it.seconds[part] for it in table.instances) for part in PARTS}
     whole = sum(seconds.values()) or 1.0
     return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        is_name = number == 0
-        made.add_column(heading, justify="left" if is_name else "right", overflow="fold", no_wrap=not is_name)
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made
