@@ -236,7 +236,7 @@ class Record:
             self._asked.discard(instance)
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
         if event["event"] == "calls" and self.performance is not None:
-            self.performance.add(event, self.statuses[instance], now_seconds)
+            self.performance.round.add(event, self.statuses[instance], now_seconds)
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
             self.runtimes[instance] = event["runtime"]

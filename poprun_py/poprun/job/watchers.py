@@ -26,7 +26,7 @@ _HOSTS_SECONDS: Final = 30.0  # how often hosts are looked at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """An attempt, as those see it that watch it."""
+    """An attempt, with everything that a watcher needs."""
 
     plan: LaunchPlan
     variables: Mapping[str, str]
@@ -38,45 +38,45 @@ class Watched:
 
 
 class Watcher:
-    """Watches one thing of an attempt."""
+    """A watcher of one aspect of an attempt."""
 
     def update(self, now_seconds: float) -> None:
-        """Find out what is new, in each turn of the loop, and say it."""
+        """Find out what is new, in each turn of the loop, and print it."""
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Hear an event of an instance, which the record has already."""
+        """Receive an event of an instance, which the record already contains."""
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Return the end of the attempt, or how it stands, with what was found."""
+        """Return the end of the attempt, or its present state, with the findings of this watcher."""
         return end
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free everything that the watcher uses."""
 
 
 class Monitors(Watcher):
-    """The monitors that are connected, and the one on poprun's own terminal for `--monitor`."""
+    """The monitors that are connected, and the monitor on poprun's own terminal for `--monitor`."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._own = _own_monitor(watched)
 
     def update(self, now_seconds: float) -> None:
-        """Send a view when one is due."""
+        """Send a view to the monitors if a view is due."""
         if self._watched.links.viewers is not None:
             self._watched.links.viewers.send_view(
                 self._watched.record, self._watched.streams.last_line, now_seconds
             )
 
     def show(self, text: str) -> None:
-        """Print a text; a monitor on this terminal prints it above its drawing."""
+        """Print a text; a monitor on this terminal prints the text above its drawing."""
         viewers = self._watched.links.viewers
         is_shown = viewers is not None and viewers.add_text(text)
         if not is_shown or self._own is None:
             log(text)
 
     def close(self) -> None:
-        """Wait until the terminal is free."""
+        """Wait until the monitor has left the terminal."""
         if self._own is not None:
             self._own.wait()
 
@@ -90,7 +90,7 @@ def _own_monitor(watched: Watched) -> "MonitorProcess | None":
 
 
 class GpuCurves(Watcher):
-    """What the GPUs of this host do, as curves."""
+    """The load and the memory of this host's GPUs, as curves."""
 
     def __init__(self, watched: Watched) -> None:
         self._watch: GpuWatch | None = None
@@ -111,7 +111,7 @@ class GpuCurves(Watcher):
 
 
 class StackWatch(Watcher):
-    """Where the programs stand: asked for in a hang, or at the user's wish."""
+    """The stacks of the programs, which poprun requests in a hang or when the user asks."""
 
     def __init__(self, watched: Watched, monitors: Monitors) -> None:
         self._watched = watched
@@ -120,11 +120,11 @@ class StackWatch(Watcher):
 
     @property
     def are_awaited(self) -> bool:
-        """Whether programs have been asked, and have not all answered."""
+        """Whether poprun has requested stacks and some programs have not answered."""
         return self._inquiry is not None
 
     def update(self, now_seconds: float) -> None:
-        """Look for a hang; use the stacks when all have answered, and request them when the user wants them."""
+        """Search for a hang; print the stacks when all have answered; request stacks when the user asks."""
         inquiry, record, signals = self._inquiry, self._watched.record, self._watched.signals
         record.hang_watch.update(record.statuses, now_seconds)
         if inquiry is not None and inquiry.is_over(record.statuses, now_seconds):
@@ -138,12 +138,12 @@ class StackWatch(Watcher):
             self.ask()
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Wait no longer for an instance that has answered."""
+        """Record that an instance has answered."""
         if event["event"] == "stacks" and self._inquiry is not None:
             self._inquiry.note_answer(instance)
 
     def ask(self, hang: "Hang | None" = None) -> None:
-        """Ask all programs, because of a hang or at the user's wish."""
+        """Request the stacks of all programs, because of a hang or because the user asks."""
         from poprun.job.stack_inquiry import StackInquiry
 
         plan, record = self._watched.plan, self._watched.record
@@ -157,15 +157,15 @@ class StackWatch(Watcher):
         )
 
     def forget(self) -> None:
-        """Wait for no answer any more: a failure explains what seemed to be a hang."""
+        """Drop the request, because a failure explains what seemed to be a hang."""
         self._inquiry = None
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add who kept the others waiting, where the job was ended for that."""
+        """Add the verdict of the hang if the job was stopped because of the hang."""
         return replace(end, verdict_of_hang=self._watched.record.verdict_of_hang) if end.is_hung else end
 
     def _describe(self, inquiry: "StackInquiry") -> str:
-        """The stacks in words, after who keeps the others waiting if it is a hang."""
+        """Return the stacks in words; in a hang, the instance that the others wait for comes first."""
         from poprun.observe.account.stacks import read_lines
         from poprun.observe.judge.verdict import find_verdict_of_hang
         from poprun.observe.show.standstill import describe_verdict
@@ -197,28 +197,28 @@ def _other_clocks(watched: Watched) -> "HostClocks | None":
 
 
 class Clocks(Watcher):
-    """The clocks of other hosts; there are none in a job of one host."""
+    """The clocks of the other hosts; a job of one host has no other clocks."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self.others = _other_clocks(watched)
 
     def update(self, now_seconds: float) -> None:
-        """Ask for the time, when that is due."""
+        """Ask the other hosts for the time if a question is due."""
         if self.others is not None:
             self.others.ask(self._watched.record.reachable, now_seconds)
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Keep an answer."""
+        """Record the answer of a clock."""
         if event["event"] == "clock" and self.others is not None:
             self.others.add(instance, event, time.time_ns())
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add all answers."""
+        """Add all answers of the clocks."""
         return end if self.others is None else replace(end, clock_rounds=self.others.rounds)
 
     def ahead_seconds(self, instances: range) -> dict[int, float]:
-        """By how much the clock of each instance is ahead of poprun's."""
+        """Return by how much the clock of each instance is ahead of poprun's clock."""
         fits = {} if self.others is None else self.others.fits()
         hosts = {index: self._watched.plan.instance(index).host for index in instances}
         now_ns = time.time_ns()
@@ -226,14 +226,14 @@ class Clocks(Watcher):
 
 
 class Speed(Watcher):
-    """Who keeps the others waiting: programs are asked now and then when they have called their collectives."""
+    """The speed of the instances: programs are asked at intervals when they called their collectives."""
 
     def __init__(self, watched: Watched, clocks: Clocks) -> None:
         self._watched = watched
         self._clocks = clocks
 
     def update(self, now_seconds: float) -> None:
-        """Say who is slow; ask again when that is due."""
+        """Print which instance is slow; ask again if a question is due."""
         record, plan = self._watched.record, self._watched.plan
         statuses = record.statuses
         if record.phase is not Phase.RUNNING or any(status.counters is None for status in statuses):
@@ -252,14 +252,14 @@ class Speed(Watcher):
             lines += watch.note_links(self._clocks.others.round_trips(), own_host)
         for line in lines:
             log(line)
-        if watch.is_due(now_seconds):
-            watch.ask(self._clocks.ahead_seconds(range(len(statuses))), now_seconds)
+        if watch.round.is_due(now_seconds):
+            watch.round.ask(self._clocks.ahead_seconds(range(len(statuses))), now_seconds)
             for index in range(len(statuses)):
                 most_helpers = MOST_HELPERS if index == watch.suspect else 0
                 self._watched.links.send_order(index, {"order": "calls", "most_helpers": most_helpers})
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add who was slow, and for how long each has waited."""
+        """Add the slow instances, and how long each instance has waited."""
         watch = self._watched.record.performance
         if watch is None:
             return end
@@ -272,7 +272,7 @@ class Speed(Watcher):
 
 
 class Hosts(Watcher):
-    """What is wrong with a host, such as memory that will be full before long: said once of each."""
+    """The problems of hosts, such as memory that will soon be full; each problem is printed once."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -280,7 +280,7 @@ class Hosts(Watcher):
         self._warnings: dict[tuple[str, str], str] = {}  # by kind and host
 
     def update(self, now_seconds: float) -> None:
-        """Apply all rules now and then."""
+        """Apply all rules every 30 s."""
         if now_seconds >= self._due_seconds:
             from poprun.observe.judge.host_rules import find_host_findings
             from poprun.observe.show.host_words import describe_finding
@@ -299,14 +299,14 @@ class Hosts(Watcher):
 
 
 class Lone(Watcher):
-    """Whether instances train without each other."""
+    """A watch for instances that train without each other."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._is_told = False
 
     def update(self, now_seconds: float) -> None:  # noqa: ARG002 - as each watcher's
-        """Say so once, while they run."""
+        """Print a warning once, while the instances run."""
         if not self._is_told and (number := num_lone(self._watched.record.statuses)) > 1:
             from poprun.observe.show.printed_report import describe_lone
 
@@ -314,5 +314,5 @@ class Lone(Watcher):
             log(describe_lone(number, self._watched.plan))
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add whether the user was told."""
+        """Add whether the warning was printed."""
         return replace(end, has_told_lone=self._is_told)

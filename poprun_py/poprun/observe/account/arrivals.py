@@ -24,7 +24,7 @@ class GroupMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What one instance has told at one moment; all numbers but the moments are running totals."""
+    """What one instance has reported at one moment; all numbers except the moments are running totals."""
 
     at_seconds: float  # when poprun heard it; monotonic
     groups: Mapping[str, GroupMoments]
@@ -37,7 +37,10 @@ class Look:
 def read_look(
     event: Mapping[str, Any], status: InstanceStatus, at_seconds: float, offset_seconds: float
 ) -> Look | None:
-    """What an agent's event tells; None where the program has no counters. Its clock is ahead by the offset."""
+    """Return what an agent's event reports; None if the program has no counters.
+
+    The agent's clock is ahead of poprun's clock by ``offset_seconds``.
+    """
     page = bytes.fromhex(event["page"])
     counters = PhaseCounters.read(page)
     if counters is None:
@@ -65,7 +68,7 @@ def read_look(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A few seconds of a job: what a step has cost each instance, by index."""
+    """A few seconds of a job, and the cost of a step on each instance in these seconds."""
 
     began_seconds: float  # since the attempt's begin
     ended_seconds: float
@@ -86,8 +89,8 @@ Arrivals = Mapping[int, float]
 
 
 def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
-    """The collectives that all their members have called, the last of them ``after`` a moment; by time."""
-    found = []
+    """Return the collectives that all members have called, the last member later than ``after``, by time."""
+    collectives = []
     for name in {name for look in looks.values() for name in look.groups}:
         groups = {index: look.groups[name] for index, look in looks.items() if name in look.groups}
         members = {member for group in groups.values() for member in group.ranks} or set(groups)
@@ -95,14 +98,14 @@ def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
             continue
         numbers = set.intersection(*(set(groups[index].by_number) for index in members))
         arrivals = ({index: groups[index].by_number[number] for index in members} for number in numbers)
-        found += [it for it in arrivals if max(it.values()) > after]
-    return sorted(found, key=lambda it: max(it.values()))
+        collectives += [it for it in arrivals if max(it.values()) > after]
+    return sorted(collectives, key=lambda it: max(it.values()))
 
 
 def measure_window(
     before: Mapping[int, Look], now: Mapping[int, Look], began_at_seconds: float, after: float
 ) -> Window | None:
-    """What happened between two looks at all instances; None where no step ended, or no collective was called."""
+    """Return the window between two looks at all instances; None if no step ended or no collective was called."""
     arrivals = find_arrivals(now, after)
     seconds = fmean(now[index].at_seconds - before[index].at_seconds for index in now)
     first, last = (median(look.counters.num_optimizer_steps for look in looks.values()) for looks in (before, now))
@@ -130,13 +133,13 @@ def measure_window(
 
 
 def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
-    """The mean time between collectives, of a program whose steps nobody counts."""
+    """Return the mean time between two collectives, for a program whose steps are not counted."""
     ends = [max(it.values()) for it in arrivals]
     return fmean(after - before for before, after in pairwise(ends)) if len(ends) > 1 else 0.0
 
 
 def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
-    """The collectives of each whole step; of a program whose steps nobody counts, each for itself."""
+    """Return the collectives of each whole step; if the steps are not counted, a list for each collective."""
     if not any(look.step_ends for look in looks.values()):
         return [[arrival] for arrival in arrivals]
     cycles: dict[int, list[Arrivals]] = {}
@@ -161,7 +164,7 @@ def delay_of(instance: int, arrivals: Arrivals) -> float:
 
 
 def _worst_delays(cycle: Sequence[Arrivals]) -> tuple[dict[int, float], dict[int, float]]:
-    """Each instance's largest delay against most others in a step, and its wait where they were furthest apart."""
+    """Return each instance's largest delay in a step, and its wait at the collective with the widest spread."""
     delays: dict[int, float] = {}
     for arrival in cycle:
         for index in arrival:

@@ -22,7 +22,7 @@ _MOST: Final = 1e300  # so that no sum of values is infinite
 
 
 class WindowedCurve:
-    """One quantity of an instance in the course of an attempt."""
+    """One quantity of an instance over the time of an attempt."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit  # such as ``1/s``; empty for none
@@ -63,7 +63,7 @@ class WindowedCurve:
             self.window_seconds *= 2
 
     def values(self, window_seconds: float) -> list[float | None]:
-        """The mean in each window of a width that is a power of two times the curve's own; None where unknown."""
+        """Return the mean in each window, None if unknown; ``window_seconds`` is 2^n times the curve's width."""
         sums, weights = self._sums, self._weights
         for _ in range(round(math.log2(window_seconds / self.window_seconds))):
             sums, weights = _paired(sums), _paired(weights)
@@ -71,7 +71,7 @@ class WindowedCurve:
 
 
 def _paired(values: "array[float]") -> "array[float]":
-    """The sums of neighbours."""
+    """Return the sums of neighbours."""
     return array("d", (sum(values[index : index + 2]) for index in range(0, len(values), 2)))
 
 
@@ -87,7 +87,7 @@ class InstanceCurves:
         self._curve(name, unit).add(at_seconds, value)
 
     def add_total(self, name: str, unit: str, at_seconds: float, total: float) -> None:
-        """Add a total that only grows; the curve tells by how much it grew in a second."""
+        """Add a total that only grows; the curve contains the growth per second."""
         before_seconds, before = self._totals.get(name, (at_seconds, total))
         self._totals[name] = (at_seconds, total)
         if total >= before and at_seconds > before_seconds:
@@ -111,7 +111,7 @@ class InstanceCurves:
 
 
 def _read_line(line: str) -> tuple[float, dict[str, float]]:
-    """The moment and the numbers in a line of a program; no numbers in what is no such line."""
+    """Return the time and the numbers in a line of a program; no numbers if the line has another form."""
     try:
         at_seconds, numbers = json.loads(line)
         return float(at_seconds), {str(name): float(value) for name, value in numbers.items()}
@@ -127,7 +127,7 @@ class JobCurves:
         self.instances = [InstanceCurves() for _ in range(num_instances)]
 
     def add_look(self, status: InstanceStatus, event: Mapping[str, Any], now_seconds: float) -> None:
-        """Add what an agent has seen of its instance, whose ``status`` is up to date."""
+        """Add an agent's measurement of an instance, whose ``status`` already contains the measurement."""
         curves, at_seconds = self.instances[status.index], now_seconds - self._began_at_seconds
         if event.get("num_processes"):
             curves.add("memory", "bytes", at_seconds, event["memory_bytes"])
@@ -145,7 +145,7 @@ class JobCurves:
     def add_gpu(
         self, index: int, name: str, busy: float | None, memory_bytes: float | None, now_seconds: float
     ) -> None:
-        """Add what a device of an instance does, as far as its driver says so."""
+        """Add the load and the memory of an instance's GPU, as far as the driver reports these values."""
         curves, at_seconds = self.instances[index], now_seconds - self._began_at_seconds
         if busy is not None:
             curves.add(f"{name}_busy", "share of the time", at_seconds, busy)
@@ -154,14 +154,14 @@ class JobCurves:
 
 
 def count_steps(status: InstanceStatus) -> int:
-    """How many steps a program has made, as far as is known: those that were counted, else its own number."""
+    """Return how many steps a program has made: counted optimizer steps, otherwise steps that it reported."""
     if status.counters is not None and status.counters.num_optimizer_steps:
         return status.counters.num_optimizer_steps
     return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
 
 
 def curves_of(instance: InstanceCurves) -> dict[str, Curve]:
-    """The curves of one instance as the record of a job has them."""
+    """Return the curves of one instance in the form of a job's record."""
     return {name: _curve_of(curve) for name, curve in sorted(instance.by_name.items())}
 
 
@@ -176,7 +176,7 @@ def _curve_of(curve: WindowedCurve) -> Curve:
 
 
 def fold_curves(instances: Sequence[InstanceCurves]) -> dict[str, Curve]:
-    """The curves of many instances as the record has them: least, median and most in each window."""
+    """Return one curve for many instances in the form of a job's record: least, median and most per window."""
     names = sorted({name for it in instances for name in it.by_name})
     return {name: _fold([it.by_name[name] for it in instances if name in it.by_name]) for name in names}
 
@@ -184,13 +184,13 @@ def fold_curves(instances: Sequence[InstanceCurves]) -> dict[str, Curve]:
 def _fold(curves: Sequence[WindowedCurve]) -> Curve:
     window_seconds = max(curve.window_seconds for curve in curves)
     windows = zip_longest(*(curve.values(window_seconds) for curve in curves))
-    known = [[value for value in window if value is not None] for window in windows]
+    known_values = [[value for value in window if value is not None] for window in windows]
     return Curve(
         unit=curves[0].unit,
-        seconds=_ends(len(known), window_seconds),
-        min=_rounded([min(values, default=None) for values in known]),
-        median=_rounded([median(values) if values else None for values in known]),
-        max=_rounded([max(values, default=None) for values in known]),
+        seconds=_ends(len(known_values), window_seconds),
+        min=_rounded([min(values, default=None) for values in known_values]),
+        median=_rounded([median(values) if values else None for values in known_values]),
+        max=_rounded([max(values, default=None) for values in known_values]),
     )
 
 
@@ -199,10 +199,10 @@ def _ends(num_windows: int, window_seconds: float) -> tuple[float, ...]:
 
 
 def _rounded(values: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Six digits are more than a picture shows, and half as long."""
+    """Return the values with six digits, which are enough for a picture and make the report half as long."""
     return tuple(None if it is None else float(f"{it:.6g}") for it in values)
 
 
 def _known(value: float | None) -> float | str | None:
-    """A number, or in words one that JSON lacks: ``nan``, ``inf``, ``-inf``."""
+    """Return a finite number as a number, and any other number as text, because JSON has no ``nan`` or ``inf``."""
     return value if value is None or math.isfinite(value) else str(value)

@@ -50,12 +50,12 @@ class Stacks:
 
     @property
     def main(self) -> tuple[StackFrame, ...]:
-        """The stack of the main thread; empty where there is none."""
+        """The stack of the main thread; empty if there are no stacks."""
         return self.threads[0] if self.threads else ()
 
 
 def read_stacks(text: str, processes: Sequence[object]) -> Stacks:
-    """The stacks in faulthandler's text; lines that belong to none are passed over."""
+    """Return the stacks in the text of faulthandler; other lines of the text are ignored."""
     threads: list[list[StackFrame]] = []
     for line in text.splitlines():
         frame = _FRAME.fullmatch(line)
@@ -109,13 +109,13 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensors; a dtype without a width in its name, such as bool, counts as one byte."""
-        widths = [int(found[0]) // 8 if (found := re.search(r"\d+", kind)) else 1 for kind in self.types]
+        """The size of the call's tensors; a dtype without a width in its name, such as bool, counts one byte."""
+        widths = [int(digits[0]) // 8 if (digits := re.search(r"\d+", kind)) else 1 for kind in self.types]
         return sum(width * prod(size) for width, size in zip(widths, self.sizes, strict=False))
 
     @property
     def kind(self) -> str:
-        """The call in words, as far as the ranks of a group must agree."""
+        """The part of the call on which all ranks of a group must agree, in words."""
         return str(self) if self.name.startswith(_SAME_SIZES) else f"{self.name}({', '.join(self.types[:1])})"
 
 
@@ -135,17 +135,17 @@ class GroupRecord:
 
     @property
     def pending(self) -> Call | None:
-        """The call that it waits in, the first of several; None when all are done."""
+        """The first call that has not ended; None if all calls have ended."""
         return next((call for call in self.calls if not call.is_done), None)
 
     def find(self, number: int) -> Call | None:
-        """The call with that number, if it is kept."""
+        """Return the call with that number; None if the record does not contain the call."""
         return next((call for call in self.calls if call.number == number), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Helper:
-    """A process below the program, such as a data loader's worker."""
+    """A process that the program started, such as a data loader's worker."""
 
     pid: int
     process: Text  # what /proc says of the process, in words
@@ -154,7 +154,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceEvidence:
-    """What one instance has told."""
+    """What one instance reported at a failure or a hang."""
 
     stacks: Stacks = _NO_STACKS  # where it stands; empty when it has ended, or was not asked
     helpers: tuple[Helper, ...] = ()
@@ -174,12 +174,12 @@ class InstanceEvidence:
                 yield from thread
 
     def group(self, name: str) -> GroupRecord | None:
-        """The record of the group of that name."""
+        """Return the record of the group with that name; None if there is no record."""
         return next((group for group in self.groups if group.name == name), None)
 
 
 def read_evidence(event: Mapping[str, Any], before: InstanceEvidence | None = None) -> InstanceEvidence:
-    """The evidence in an agent's event, with what the program had told ``before`` its end; none if malformed."""
+    """Return the evidence in an agent's event, with the stacks of ``before``; ``before`` if the event is wrong."""
     try:
         return _read(event, before)
     except (PlanError, AttributeError, KeyError, TypeError, ValueError):
@@ -188,15 +188,15 @@ def read_evidence(event: Mapping[str, Any], before: InstanceEvidence | None = No
 
 def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> InstanceEvidence:
     record = event.get("recorder") or {}
-    found = InstanceEvidence(
+    evidence = InstanceEvidence(
         groups=tuple(read_record(GroupRecord, it, "an agent", is_part=True) for it in record.get("groups", ())),
         full_disks=tuple(map(str, event.get("full_disks") or ())),
         crash=_read_crash(str(event.get("crash", ""))),
     )
     if "text" not in event:
-        return found if before is None else replace(found, stacks=before.stacks, helpers=before.helpers)
+        return evidence if before is None else replace(evidence, stacks=before.stacks, helpers=before.helpers)
     return replace(
-        found,
+        evidence,
         stacks=read_stacks(event["text"], event["processes"]),
         held_locks=tuple(map(str, event.get("held_locks", ()))),
         awaited_locks=tuple((str(file), str(holder)) for file, holder in event.get("awaited_locks", {}).items()),
@@ -209,6 +209,6 @@ def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> Instance
 
 
 def _read_crash(text: str) -> Stacks:
-    """The stack of the thread that crashed, of all that Python has written; the main one's if that was in C++."""
+    """Return the stack of the thread that crashed; the stack of the main thread if C++ code crashed."""
     _, current, thread = text.partition("Current thread")
     return read_stacks(current + thread.partition("\n\n")[0] if current else text, ())

@@ -21,7 +21,7 @@ _READ_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """One device at one moment."""
+    """The load and the memory of one GPU at one moment."""
 
     names: tuple[str, str]  # its number, and its uuid
     busy_share: float | None  # of the time, 0 to 1; None where the driver does not say
@@ -29,7 +29,7 @@ class GpuReading:
 
     @classmethod
     def read(cls, line: str) -> Self | None:
-        """What a line of the tool says: number, uuid, percent, MiB; None when it is no such line."""
+        """Return the reading in a line (number, uuid, percent, MiB); None if the line has another form."""
         try:
             index, uuid, *cells = map(str.strip, line.split(","))
             busy, memory = (float(cell) if cell.isdecimal() else None for cell in cells)
@@ -45,18 +45,18 @@ class GpuReading:
 def watch_gpus(
     plan: LaunchPlan, identity: JobIdentity, environ: Mapping[str, str], curves: JobCurves
 ) -> "GpuWatch | None":
-    """A watch over the GPUs of the instances on poprun's own host; None where there are none, or no such tool."""
-    network, found = identity.network, {}
+    """Return a watch over the GPUs of instances on poprun's own host; None if there is no such GPU or no tool."""
+    network, devices = identity.network, {}
     for index in range(plan.num_instances):
         route = identity.route(plan, index)
         if network is None or (route is not None and route.address == network.control_host):
-            found[index] = tuple(plan.instance(index, identity.devices_of(plan, index)).devices)
+            devices[index] = tuple(plan.instance(index, identity.devices_of(plan, index)).devices)
     words = MAKERS[plan.maker].watch
-    return GpuWatch(words, found, environ, curves) if words and any(found.values()) else None
+    return GpuWatch(words, devices, environ, curves) if words and any(devices.values()) else None
 
 
 class GpuWatch:
-    """Adds to curves what the tool ``words`` prints of ``devices``, by instance, until the attempt ends."""
+    """A watch that adds what the tool ``words`` prints of ``devices``, by instance, to an attempt's curves."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class GpuWatch:
         os.close(writer)
 
     def close(self) -> None:
-        """End the program, whose end poprun hears of as of that of every child."""
+        """End the tool; poprun reaps the tool like every other child process."""
         os.close(self._reader)
         if self._process is not None:
             send([self._process], signal.SIGTERM)
 
     def update(self, now_seconds: float) -> None:
-        """Add what has been printed since the last look."""
+        """Add what the tool has printed since the last call."""
         try:
             data = os.read(self._reader, _READ_BYTES)
         except BlockingIOError:
@@ -96,7 +96,7 @@ class GpuWatch:
                 self._curves.add_gpu(instance, name, reading.busy_share, reading.memory_bytes, now_seconds)
 
     def _holders(self, reading: GpuReading) -> Iterator[tuple[int, str]]:
-        """The instances that have a device, and what it is called there: by nothing where it is the only one."""
+        """Yield the instances that use the GPU, with the GPU's name in their curves; a single GPU is ``gpu``."""
         index, uuid = reading.names
         for instance, devices in self._devices.items():
             if any(it == index or (it.startswith("GPU-") and uuid.startswith(it)) for it in devices):

@@ -29,7 +29,7 @@ _MILLISECONDS: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A value in the course of an attempt, as its mean over equal windows; None where it is not known."""
+    """A quantity over the time of an attempt: the mean in equal windows; None if the mean is not known."""
 
     unit: Text = ""
     seconds: tuple[Seconds, ...]  # the end of each window, since the attempt began
@@ -42,7 +42,7 @@ class Curve:
 
     @property
     def middle(self) -> tuple[float | None, ...]:
-        """The values, or the medians over instances."""
+        """The values, or the medians over the instances."""
         return self.values or self.median or ()
 
 
@@ -73,7 +73,7 @@ class InstanceRecord:
     evidence: InstanceEvidence | None = None
 
     def describe_end(self, *, is_over: bool = True) -> str:
-        """How it ended, in words, in an attempt that ``is_over`` or not."""
+        """Return how the instance ended, in words; ``is_over`` says whether the attempt has ended."""
         if self.problem:
             return self.problem
         if self.exit_code is None:
@@ -106,14 +106,14 @@ class AttemptRecord:
     curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:
-        """The curve of each instance that has it; of a job with many, the one that stands for all."""
-        own = [it.curves[name] for it in self.instances if name in it.curves]
-        return own or ([self.curves[name]] if name in self.curves else [])
+        """Return the curve ``name`` of each instance that has the curve, or the folded curve of a large job."""
+        curves = [it.curves[name] for it in self.instances if name in it.curves]
+        return curves or ([self.curves[name]] if name in self.curves else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """What the job held of a host."""
+    """The devices of a host that a job leased."""
 
     host: Text
     held: tuple[Text, ...]
@@ -123,7 +123,7 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """What was to run, as far as it is shown of reports; these have the whole plan."""
+    """The part of a plan that is shown from a report; the report itself contains the whole plan."""
 
     program: tuple[Text, ...]
     hosts: Hosts
@@ -133,7 +133,7 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A whole job."""
+    """A whole job: the plan, the leases and all attempts."""
 
     poprun_version: Text
     job_id: Text
@@ -155,7 +155,7 @@ def utc(epoch_seconds: float) -> str:
 
 
 def read_report(text: str, source: str) -> JobRecord:
-    """The report in ``text``, of the file ``source``; an error says what is wrong with it, and where."""
+    """Return the report in ``text``, which is from the file ``source``. Raises UsageError if it is damaged."""
     try:
         values = parse_json(text)
     except ValueError as error:

@@ -76,7 +76,7 @@ Frame = tuple[str, ...]  # the printed lines of one call: its file, and the line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastWords:
-    """What a program said before it ended; empty for one that said nothing."""
+    """The last words of a program; empty if the program wrote nothing."""
 
     summary: str = ""  # the line that says most: the exception's, else the last one
     place: str = ""  # the file and line of the user's code that is nearest to the exception, as ``file:line``
@@ -85,7 +85,7 @@ class LastWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traceback:
-    """One traceback: its calls in the order in which they were printed, and the exception's line and message."""
+    """One traceback: its calls in the printed order, and the exception's line and message."""
 
     at: int  # the number of the exception's line
     header: str
@@ -102,12 +102,12 @@ class Traceback:
 
     @property
     def is_a_launchers(self) -> bool:
-        """Whether it only says that another process has failed."""
+        """Whether the exception only reports that another process has failed."""
         return bool(self.message) and self.message[0].startswith(_LAUNCHERS_ERRORS)
 
 
 def last_words(tail: Sequence[str]) -> LastWords:
-    """The lines of a standard error that tell why its program ended: the last traceback, or what came last."""
+    """Return the lines of a standard error that show why the program ended: a traceback, or the last lines."""
     lines = [_shorten(without_codes(line).expandtabs(4).rstrip()) for line in tail]
     lines = _open_groups(lines) if any(_GROUP in line for line in lines) else lines
     tracebacks = _find_tracebacks(lines)
@@ -124,7 +124,7 @@ def last_words(tail: Sequence[str]) -> LastWords:
 
 
 def _open_groups(lines: Sequence[str]) -> list[str]:
-    """Return the lines with groups of exceptions as plain tracebacks; of nested exceptions, only what they say."""
+    """Return the lines with exception groups as plain tracebacks; nested exceptions keep only their messages."""
     opened = []
     for line in lines:
         tag = match[0] if (match := _RANK.match(line)) else ""
@@ -141,39 +141,39 @@ def _open_groups(lines: Sequence[str]) -> list[str]:
 
 
 def without_numbers(text: str) -> str:
-    """``text`` with ``#`` for each number: failures alike differ in ranks, addresses and sizes."""
+    """Return ``text`` with ``#`` for each number, because equal failures differ in ranks, addresses and sizes."""
     return _NUMBER.sub("#", text)
 
 
 def is_own_code(call: str) -> bool:
-    """Whether a line of a traceback names the user's own code, and neither a library nor popdist."""
+    """Whether a line of a traceback is about the user's own code, and not about a library or popdist."""
     return not LIBRARY.search(call) and _OURS not in call
 
 
 def _place(frames: Sequence[Frame]) -> str:
-    """The file and line of the user's last call, else of the last one; empty where there is none."""
-    own = [frame for frame in frames if is_own_code(frame[0])] or frames
-    found = _FRAME.match(own[-1][0]) if own else None
-    return f"{found[1]}:{found[2]}" if found else ""
+    """Return the file and line of the user's last call, otherwise of the last call; "" if there is no call."""
+    own_frames = [frame for frame in frames if is_own_code(frame[0])] or frames
+    match = _FRAME.match(own_frames[-1][0]) if own_frames else None
+    return f"{match[1]}:{match[2]}" if match else ""
 
 
 def _find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
-    """Every traceback of ``lines``, ordered by where it names its exception."""
+    """Return every traceback in ``lines``, ordered by the line of its exception."""
     streams: dict[int | None, list[tuple[int, str]]] = {}
     for number, line in enumerate(lines):
         tag = _RANK.match(line)
         rank, text = (int(tag[1]), line[tag.end() :]) if tag else (None, line)
         streams.setdefault(rank, []).append((number, text))
-    found = []
+    tracebacks = []
     for rank, numbered in streams.items():
         texts = [text for _, text in numbered]
-        found += [replace(traceback, at=numbered[traceback.at][0], rank=rank) for traceback in _parse(texts)]
-    return sorted(found, key=lambda traceback: traceback.at)
+        tracebacks += [replace(traceback, at=numbered[traceback.at][0], rank=rank) for traceback in _parse(texts)]
+    return sorted(tracebacks, key=lambda traceback: traceback.at)
 
 
 def _parse(lines: Sequence[str]) -> list[Traceback]:
-    """The tracebacks that one process printed, in order, each with what the lines above it say of it."""
-    found: list[Traceback] = []
+    """Return the tracebacks that one process printed, in order, with the origin and link in the lines above."""
+    tracebacks: list[Traceback] = []
     start = number = 0
     while number < len(lines):
         traceback = _read_at(lines, number)
@@ -181,17 +181,19 @@ def _parse(lines: Sequence[str]) -> list[Traceback]:
             number += 1
             continue
         above = lines[start:number]
-        link = next((line for line in above if found and _LINK.match(line)), "")
+        link = next((line for line in above if tracebacks and _LINK.match(line)), "")
         origin = next((line.strip() for line in reversed(above[-2:]) if _ORIGIN.match(line)), "")
-        if lines[number].startswith("Original") and found:  # a data loader's worker: who brought it says which
-            origin = "".join(found[-1].message[:1])
-        found.append(replace(traceback, link=link, origin=origin))
+        if (
+            lines[number].startswith("Original") and tracebacks
+        ):  # a data loader's worker: who brought it says which
+            origin = "".join(tracebacks[-1].message[:1])
+        tracebacks.append(replace(traceback, link=link, origin=origin))
         start = number = traceback.at + 1
-    return found
+    return tracebacks
 
 
 def _read_at(lines: Sequence[str], number: int) -> Traceback | None:
-    """The traceback that begins at the line ``number``, or None. An error of syntax has no header."""
+    """Return the traceback that begins at line ``number``; None if no traceback begins there."""
     is_syntax_error = bool(_SYNTAX_ERROR.match(lines[number]))
     if lines[number].startswith(_FATAL):
         return _read_crash(lines, number)
@@ -212,7 +214,7 @@ def _read_at(lines: Sequence[str], number: int) -> Traceback | None:
 
 
 def _read_crash(lines: Sequence[str], number: int) -> Traceback | None:
-    """The interpreter's own report of a crash: the stack of the thread that crashed, turned as in a traceback."""
+    """Return Python's own report of a crash as a traceback: the stack of the thread that crashed, reversed."""
     start = next((at + 1 for at in range(number, len(lines)) if _FATAL_THREAD.match(lines[at])), None)
     if start is None:
         return None
@@ -224,7 +226,7 @@ def _read_crash(lines: Sequence[str], number: int) -> Traceback | None:
 
 
 def _frames(body: Sequence[str]) -> tuple[Frame, ...]:
-    """The calls: of code that spans several lines the first is kept, of an error of syntax the mark below, too."""
+    """Return the calls with the first line of their code; a syntax error also keeps the line with the mark."""
     calls: list[list[str]] = []
     for line in body:
         if line.startswith("  File ") or not calls:
@@ -235,7 +237,7 @@ def _frames(body: Sequence[str]) -> tuple[Frame, ...]:
 
 
 def _message(lines: Sequence[str], start: int) -> tuple[str, ...]:
-    """The exception's line and what follows it, up to what is known to be something else."""
+    """Return the exception's line and the lines after it, up to the first line that is something else."""
     end = start + 1
     while end < len(lines) and not _is_other(lines[end]):
         end += 1
@@ -251,7 +253,7 @@ def _is_other(line: str) -> bool:
 
 
 def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback | None:
-    """The traceback nearest to the cause; None where the last lines tell more."""
+    """Return the traceback that is nearest to the cause; None if the last lines tell more than a traceback."""
     candidates = [traceback for traceback in tracebacks if not traceback.origin.startswith(_IGNORED)]
     if not candidates:
         return None
@@ -271,7 +273,7 @@ def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback 
 
 
 def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: int) -> list[str]:
-    """The exception that led to this one in a line, then this one: calls, as there is room, and message."""
+    """Return the excerpt of a traceback: the exception before it in one line, calls that fit, and the message."""
     same = [other for other in tracebacks if other.rank == traceback.rank]
     first = at = same.index(traceback)
     while first > 0 and same[first].link:
@@ -288,14 +290,14 @@ def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: 
 
 
 def _summary(traceback: Traceback) -> str:
-    """A traceback in one line: the exception, and the place in the user's code that is nearest to it, if any."""
-    said = _first_words(traceback) or traceback.header
-    own = [frame for frame in traceback.frames if is_own_code(frame[0])]
-    return f"{said} ({own[-1][0].strip()})" if own else said
+    """Return a traceback in one line: the exception, and the last place in the user's code if there is a place."""
+    words = _first_words(traceback) or traceback.header
+    own_frames = [frame for frame in traceback.frames if is_own_code(frame[0])]
+    return f"{words} ({own_frames[-1][0].strip()})" if own_frames else words
 
 
 def _first_words(traceback: Traceback) -> str:
-    """The first line of the exception, with the next where it is a heading: ``RuntimeError: [Stage 1] failed``."""
+    """Return the first line of the exception; after a heading such as ``RuntimeError:`` also the next line."""
     lines = [line.strip() for line in traceback.message if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
@@ -312,17 +314,17 @@ def _condense_message(traceback: Traceback) -> list[str]:
 
 
 def _condense_frames(frames: Sequence[Frame], max_lines: int) -> list[str]:
-    """All calls if they fit; else the user's last call, a library's last one, and more of the user's.
+    """Return all calls if they fit; otherwise the user's last call, the library's last, and more of the user's.
 
     The message of an exception that popdist raises says more than the line of popdist that raises it.
     """
     every = range(len(frames))
-    own = [number for number in every if is_own_code(frames[number][0])] or list(every)
+    own_numbers = [number for number in every if is_own_code(frames[number][0])] or list(every)
     kept: set[int] = set(every)
     if len(_render_frames(frames, kept)) > max_lines:
         kept = set()
-        last = own if _OURS in frames[-1][0] else every
-        for number in (own[-1], last[-1], *reversed(own)):
+        last = own_numbers if _OURS in frames[-1][0] else every
+        for number in (own_numbers[-1], last[-1], *reversed(own_numbers)):
             if len(_render_frames(frames, kept | {number})) <= max_lines:
                 kept.add(number)
     return _render_frames(frames, kept) if kept else []
@@ -345,7 +347,7 @@ def _left_out(num_calls: int) -> list[str]:
 
 
 def _last_lines(lines: Sequence[str]) -> list[str]:
-    """What was printed last: an abort's message if there is one; of the steps of a progress bar only the last."""
+    """Return the last lines, or the message of an abort; a progress bar is shown only in its last state."""
     aborts = [number for number, line in enumerate(lines) if _ABORT.match(line)]
     kept: list[str] = []
     for line in lines[aborts[-1] :] if aborts else lines:
@@ -359,7 +361,7 @@ def _last_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _shorten(line: str) -> str:
-    """The two ends of a line that is too long to read; an error of popdist's stays whole."""
+    """Return both ends of a line that is too long to read; an error of popdist stays whole."""
     if len(line) <= _MAX_LINE or WHOLE.match(line):
         return line
     return f"{line[: _MAX_LINE - _KEPT_END - 3]} … {line[-_KEPT_END:]}"

@@ -16,12 +16,12 @@ _MILLISECONDS: Final = 1000.0
 
 
 def read_counters(pid: int) -> dict[str, float]:
-    """All that the readers tell."""
+    """Return the counters of all readers."""
     return {name: total for reader in READERS for name, total in reader(pid).items()}
 
 
 def read_heat(_pid: int, root: str = _CPUS) -> dict[str, float]:
-    """How long the mean core was throttled because it, or its package, was hot; nothing where nobody counts."""
+    """Return how long a core was throttled for heat, in the mean over the cores; nothing without counters."""
     totals = []
     for cpu in range(_num_cpus(root)):
         folder = f"{root}/cpu{cpu}/thermal_throttle"
@@ -34,7 +34,7 @@ READERS: Final[tuple[Callable[[int], dict[str, float]], ...]] = (read_heat,)
 
 
 def _num_cpus(root: str) -> int:
-    """The number of processors that are there, or may come, such as of ``0-127``."""
+    """Return the number of processors, including processors that may be added; ``0-127`` in the file means 128."""
     last = _read(f"{root}/possible").rpartition("-")[2]
     return int(last) + 1 if last.isdecimal() else 0
 

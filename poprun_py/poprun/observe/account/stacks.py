@@ -29,16 +29,16 @@ ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty
 
 
 def read_lines(evidence: Iterable[InstanceEvidence]) -> ReadLine:
-    """The lines of all calls on the stacks; empty where one cannot be read, or was not within a second."""
+    """Return a function that returns the source of a stack's line; "" if it could not be read within a second."""
     # a program often hangs because of the file system that its source lies on, so a thread reads
     places = {(frame.file, frame.line) for known in evidence for frame in known.frames}
     own_first = sorted(places, key=lambda place: (bool(LIBRARY.search(place[0])), place))
-    found: dict[Place, str] = {}
-    reader = threading.Thread(target=_read, args=(own_first, found), name="poprun-sources", daemon=True)
+    sources_read: dict[Place, str] = {}
+    reader = threading.Thread(target=_read, args=(own_first, sources_read), name="poprun-sources", daemon=True)
     with suppress(OSError):  # there can be no more threads
         start_thread(reader)
         reader.join(_MOST_READING_SECONDS)
-    sources = dict(found)
+    sources = dict(sources_read)
     return lambda file, line: sources.get((file, line), "")
 
 
@@ -50,13 +50,13 @@ def _read(places: Iterable[Place], found: dict[Place, str]) -> None:
 
 
 def own_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
-    """The latest call in code that belongs to no library; None where there is none."""
-    own = (it for it in reversed(frames) if not LIBRARY.search(it.file) and not it.file.startswith(POPDIST))
-    return next(own, None)
+    """Return the latest call in code that belongs to no library; None if there is no such call."""
+    own_frames = (it for it in reversed(frames) if not LIBRARY.search(it.file) and not it.file.startswith(POPDIST))
+    return next(own_frames, None)
 
 
 def collective_of(stacks: Stacks) -> str:
-    """The call of torch's or JAX's in which the main thread of a program waits for others; "" for none."""
+    """Return the call of torch or JAX in which the program's main thread waits for other instances; "" if none."""
     whole = stacks.main
     main = _without_backend(whole)
     if main and main[-1].file.endswith(
@@ -76,7 +76,7 @@ def collective_of(stacks: Stacks) -> str:
 
 
 def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """The stack without the calls of the backend popdist at its end, and what these wait in."""
+    """Return the stack without the last calls that belong to the backend popdist."""
     end = len(main)
     while end and _OF_PYTHON.search(main[end - 1].file):
         end -= 1

@@ -64,8 +64,8 @@ class JobIdentity:
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
         """Return the devices and cores that the job uses on the host of the instance with index ``index``."""
-        given, route = self.given or plan.named_devices, self.route(plan, index)
-        return replace(given, devices=route.devices) if route is not None and route.devices else given
+        leased, route = self.given or plan.named_devices, self.route(plan, index)
+        return replace(leased, devices=route.devices) if route is not None and route.devices else leased
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
         """Return the route to the host of instance ``index``; None if the job runs only on this machine."""

@@ -26,7 +26,7 @@ _PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "co
 
 
 def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds: float = 0.0) -> dict[str, float]:
-    """The seconds of each phase; ``waiting_seconds`` is for how long it waited for the slowest, as far as known.
+    """Return the seconds of each phase, with ``waiting_seconds``, the time spent waiting for the slowest instance.
 
     What the sampler has not seen is the time before it, so it counts as "start". In the backward pass of
     DistributedDataParallel a program waits in C++: where it uses no processor there it communicates or waits.
@@ -42,7 +42,7 @@ def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTime:
-    """The time of a job."""
+    """The elapsed time of a job, and how each instance spent this time."""
 
     elapsed_seconds: float
     instances: Sequence[Mapping[str, float]]  # of each the seconds by part, over all attempts
@@ -55,7 +55,7 @@ class JobTime:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the elapsed time in which the instances computed; None where that was not measured."""
+        """The share of the elapsed time in which the instances computed; None if this share was not measured."""
         means = self.mean_seconds
         if not self.elapsed_seconds or "compute" not in means or means.get("unknown", 0.0) > means["compute"]:
             return None
@@ -63,7 +63,7 @@ class JobTime:
 
 
 def find_job_time(attempts: Sequence[AttemptRecord]) -> JobTime:
-    """The time of a job with these attempts, one or more."""
+    """Return the time of a job, from its attempts, of which there is at least one."""
     times = [dict.fromkeys(PARTS, 0.0) for _ in attempts[0].instances]
     began = offsets(attempts)
     ended_seconds = 0.0
@@ -77,13 +77,13 @@ def find_job_time(attempts: Sequence[AttemptRecord]) -> JobTime:
 
 
 def offsets(attempts: Sequence[AttemptRecord]) -> list[float]:
-    """When each attempt began, in seconds since the first one did."""
+    """Return when each attempt began, in seconds after the beginning of the first attempt."""
     moments = [datetime.fromisoformat(attempt.started_at).timestamp() for attempt in attempts]
     return [moment - moments[0] for moment in moments]
 
 
 def _parts(attempt: AttemptRecord, instance: InstanceRecord, start: str) -> Iterator[tuple[str, float]]:
-    """The parts of an instance's time in one attempt and their seconds; it begins with the part ``start``."""
+    """Yield the parts of an instance's time in one attempt with their seconds; the first part is ``start``."""
     whole, before = attempt.duration_seconds, instance.began_seconds
     if before is None:  # it never ran
         yield start, whole

@@ -68,7 +68,7 @@ def find_verdict_of_end(
     reasons: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Whose failure ended the job; ``reasons`` are the likely ones that the machine shows, by instance."""
+    """Return whose failure ended the job; ``reasons`` are probable causes that the machine shows, by instance."""
     failed = sorted((it for it in statuses if it.has_failed), key=order_of_failure)
     victims = [it.index for it in failed if is_torn(words.get(it.index)) and not it.problem]
     stopped = tuple(it.index for it in statuses if it.was_stopped)
@@ -93,13 +93,13 @@ def find_verdict_of_end(
 
 
 def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
-    """The verdict on a job that stood still: who did not come may have failed, and was slow to end."""
+    """Return the verdict of a hang that then ended: an absent instance may have failed and been slow to end."""
     culprits = of_end.culprits
     is_another = bool(of_hang.culprits) and not set(culprits) <= set(of_hang.culprits)
     if is_another or not any(_has_own_words(words.get(it)) for it in culprits):
         return of_hang
-    said = words[culprits[0]].summary
-    details = (f"{name_instances(culprits)} had failed, and was about to end: {said}{of_end.at(culprits[0])}",)
+    summary = words[culprits[0]].summary
+    details = (f"{name_instances(culprits)} had failed, and was about to end: {summary}{of_end.at(culprits[0])}",)
     victims = tuple(index for index in of_hang.victims if index not in culprits)
     return replace(of_end, victims=victims, details=details)
 
@@ -119,16 +119,16 @@ def awaits_culprit(
 
 
 def is_torn(said: LastWords | None) -> bool:
-    """Whether a program failed only because another one was lost, by its last words."""
+    """Whether a program failed only because it lost another instance, according to the program's last words."""
     text = "" if said is None else _last_lines(said)
     is_own = _NO_SPACE.search(text) or "server socket has failed to listen" in text
     return bool(_TORN.search(text)) and not is_own  # NCCL and torch call both an error of connections
 
 
 def _late_for_barrier(words: Mapping[int, LastWords], num_instances: int) -> tuple[int, ...]:
-    """Return the ranks that did not come to a monitored barrier of all instances; none if there was no such."""
-    said = (match for it in words.values() if (match := _LATE.search(_last_lines(it))))
-    ranks = next((tuple(map(int, re.findall(r"\d+", match[1]))) for match in said), ())
+    """Return the ranks that did not reach a monitored barrier of all instances; none if there was no barrier."""
+    matches = (match for it in words.values() if (match := _LATE.search(_last_lines(it))))
+    ranks = next((tuple(map(int, re.findall(r"\d+", match[1]))) for match in matches), ())
     return ranks if max(ranks, default=num_instances) < num_instances else ()
 
 
@@ -148,37 +148,37 @@ def _blame(
     reasons: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """The first that failed by itself is the culprit, with those that failed alike."""
-    said = words.get(first.index, LastWords())
-    known = evidence.get(first.index, InstanceEvidence())
-    cause = _cause_of(first, said, reasons.get(first.index, ""))
+    """Blame the first instance that failed by itself, and the instances that failed in the same way."""
+    last = words.get(first.index, LastWords())
+    own_evidence = evidence.get(first.index, InstanceEvidence())
+    cause = _cause_of(first, last, reasons.get(first.index, ""))
     kind = kind_of_failure(first, words)
     alike = {it.index for it in own if kind_of_failure(it, words) == kind}
-    alike |= {index for index in verdict.torn_down if _says_the_same(words.get(index), said)}
+    alike |= {index for index in verdict.torn_down if _says_the_same(words.get(index), last)}
     details = []
-    if cause is Cause.FULL_DISK and known.full_disks:
-        details.append(f"no space left in {' and '.join(known.full_disks)}")
+    if cause is Cause.FULL_DISK and own_evidence.full_disks:
+        details.append(f"no space left in {' and '.join(own_evidence.full_disks)}")
     if cause is Cause.SIGNAL and verdict.place_of(first.index):
         details.append(f"it stood at {verdict.place_of(first.index)}")
     advice = {Cause.OUT_OF_MEMORY: _MORE_MEMORY, Cause.FULL_DISK: "make room there, or write elsewhere"}.get(
         cause, ""
     )
-    if (failure := find_device_failure((said.summary, *said.lines))) is not None:
+    if (failure := find_device_failure((last.summary, *last.lines))) is not None:
         advice = failure.advice
     return replace(verdict, cause=cause, culprits=tuple(sorted(alike)), details=tuple(details), advice=advice)
 
 
 def _says_the_same(stopped: LastWords | None, said: LastWords) -> bool:
-    """Whether a program had failed as another one when poprun stopped it."""
+    """Whether a program failed like another program, but poprun stopped it before it ended."""
     if stopped is None or not _has_own_words(stopped):
         return False
     return without_numbers(stopped.summary) == without_numbers(said.summary)
 
 
 def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
-    """What instances that failed for the same reason have in common."""
-    said = words.get(status.index, LastWords())
-    return status.exit_code, status.problem, without_numbers(said.summary)
+    """Return what is equal for two instances that failed for the same reason."""
+    last = words.get(status.index, LastWords())
+    return status.exit_code, status.problem, without_numbers(last.summary)
 
 
 def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
@@ -198,7 +198,7 @@ def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
 
 
 def _has_lost_helper(said: LastWords) -> bool:
-    """Whether a connection to a process below the program has broken, which only a lost one does."""
+    """Whether a connection to a child process has broken, which happens only if the child process was lost."""
     is_broken = said.summary.startswith(("ConnectionResetError", "EOFError", "ConnectionRefusedError"))
     return is_broken and any("multiprocessing/" in line or "DataLoader" in line for line in said.lines)
 
@@ -209,11 +209,13 @@ def _different_ends(
     words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """A job that ended because instances had called different collectives."""
-    brought = next((found for it in words.values() if len(found := _brought(it.lines)) > 1), {}) or _models(words)
-    if brought:
-        details = [f"{name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in brought.items()]
-        culprits = minority(list(brought.values()))
+    """Return the verdict of a job that ended because instances had called different collectives."""
+    instances_by_call = next(
+        (found for it in words.values() if len(found := _brought(it.lines)) > 1), {}
+    ) or _models(words)
+    if instances_by_call:
+        details = [f"{name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in instances_by_call.items()]
+        culprits = minority(list(instances_by_call.values()))
     else:
         if (queue := _differing_queue(evidence)) is not None:
             return blame_different(verdict, _with_aborted(queue, words))
@@ -231,12 +233,12 @@ def _different_ends(
         culprits=culprits,
         victims=victims if culprits else (),
         details=tuple(details),
-        advice=remedy_of_lone_call(brought) or SAME_CALLS,
+        advice=remedy_of_lone_call(instances_by_call) or SAME_CALLS,
     )
 
 
 def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
-    """Return the instances that stand at another line than most; none if there is no such line."""
+    """Return the instances that stand at another line than most instances; none if a place is not known."""
     parts: dict[str, list[int]] = {}
     for status in statuses:
         parts.setdefault(verdict.place_of(status.index), []).append(status.index)
@@ -244,9 +246,9 @@ def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[in
 
 
 def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
-    """Return which instances have models of how many parameters, as DistributedDataParallel says in its errors."""
-    found = (match for it in words.values() for match in _PARAMETERS.finditer(it.summary))
-    numbers = {int(rank): number for match in found for rank, number in (match.group(1, 2), match.group(3, 4))}
+    """Return the instances by their model's number of parameters, from DistributedDataParallel's errors."""
+    matches = (match for it in words.values() for match in _PARAMETERS.finditer(it.summary))
+    numbers = {int(rank): number for match in matches for rank, number in (match.group(1, 2), match.group(3, 4))}
     parts: dict[str, list[int]] = {}
     for rank, number in sorted(numbers.items()):
         parts.setdefault(f"a model of {number} parameters", []).append(rank)
@@ -266,12 +268,12 @@ def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
 
 
 def _is_of_models(said: LastWords) -> bool:
-    """Whether a program found its model different from rank 0's, which only those that differ do."""
+    """Whether a program found that its model differs from the model of rank 0."""
     return "same param" in _last_lines(said)
 
 
 def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
-    """The first collective that two programs have called differently."""
+    """Return the first collective that two programs have called differently; None if there is none."""
     for name in dict.fromkeys(group.name for known in evidence.values() for group in known.groups):
         groups = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
         for number in sorted({call.number for group in groups.values() for call in group.calls}):
@@ -283,7 +285,7 @@ def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
 
 
 def _last_call(known: InstanceEvidence | None) -> str:
-    """The last collective that an instance has called, from its record, or the stack that it left."""
+    """Return an instance's last collective, from its record or from its last stack, in words."""
     known = known or InstanceEvidence()
     calls = [call for group in known.groups for call in group.calls]
     if calls:
@@ -292,9 +294,9 @@ def _last_call(known: InstanceEvidence | None) -> str:
 
 
 def _brought(lines: Iterable[str]) -> dict[str, list[int]]:
-    """Who called what, as popdist's error says it."""
-    found = [match for line in lines if (match := _BROUGHT.fullmatch(line))]
-    return {match[2]: [int(number) for number in re.findall(r"\d+", match[1])] for match in found}
+    """Return the instances by their call, from the lines of popdist's error about different calls."""
+    matches = [match for line in lines if (match := _BROUGHT.fullmatch(line))]
+    return {match[2]: [int(number) for number in re.findall(r"\d+", match[1])] for match in matches}
 
 
 def _without_culprit(
@@ -304,7 +306,7 @@ def _without_culprit(
     words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """All failures are those of victims: somebody ended early, does not come, or it is not known."""
+    """Judge a job in which only victims failed: an instance ended early, did not come, or nobody is known."""
     first_seconds = failed[0].exited_at_seconds or 0.0 if failed else 0.0
     early = [
         it.index
@@ -313,8 +315,8 @@ def _without_culprit(
     ]
     if early and failed:
         ends = f"{name_instances(early)} ended with 0 while {name_instances([it.index for it in failed])} went on"
-        said = {without_numbers(words[it.index].summary) for it in failed if it.index in words}
-        advice = remedy_of_lone_call(said) or UNEVEN
+        summaries = {without_numbers(words[it.index].summary) for it in failed if it.index in words}
+        advice = remedy_of_lone_call(summaries) or UNEVEN
         return blame_ends(verdict, early, [it.index for it in failed], [ends], advice)
     by_name = (
         {index: group.num_called for index, it in evidence.items() if (group := it.group(name))}

@@ -34,7 +34,7 @@ _NEARLY: Final = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What is known of a job that did not end well."""
+    """The facts about a job that did not end well."""
 
     evidence: Evidence = field(default_factory=Evidence)  # what is known of the machine
     # what the instances that ended with an error said last, by index
@@ -49,11 +49,11 @@ class Findings:
     other_python: str = ""
 
     def words_of(self, instance: int) -> LastWords:
-        """What an instance said last."""
+        """Return the last words of an instance."""
         return self.words.get(instance, LastWords())
 
     def reason_of(self, failed: InstanceStatus) -> str:
-        """The likely reason why an instance failed, or "" when its end and its last words say all."""
+        """Return the probable reason of an instance's failure; "" if its end and its last words say everything."""
         if self.shortage and failed.problem in (AGENT_KILLED, SHIM_KILLED):
             return self.shortage
         if self.left_early and failed.problem == SHIM_KILLED:
@@ -86,7 +86,7 @@ def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
-    """The likely reason why an instance failed, or "" when its end and its last words say all."""
+    """Return the reason that the machine shows for an instance's failure; "" if the last words say everything."""
     limits = evidence.limits
     if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # how its program then ended says nothing
         return ""
@@ -101,8 +101,8 @@ def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
         return "probably built for another CPU: this one lacks an instruction"
     if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         return "sent by somebody other than poprun, such as a batch system"
-    if said := _refused(failed, words, limits):
-        return said
+    if refusal := _refused(failed, words, limits):
+        return refusal
     if evidence.killed.in_group:
         return f"perhaps out of memory: {_killed_in_group(evidence)}"
     if signum == signal.SIGSEGV and not words.summary.startswith(_CRASH_REPORT):
@@ -116,9 +116,11 @@ def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
     if evidence.killed.in_group:
         return f"probably out of memory: {_killed_in_group(evidence)}{held}"
     if evidence.killed.on_machine:
-        told = f"out of memory: the kernel killed {_processes(evidence.killed.on_machine)} for want of memory"
+        reason = f"out of memory: the kernel killed {_processes(evidence.killed.on_machine)} for want of memory"
         is_elsewhere = evidence.killed.in_group is not None  # which counts those of a machine without memory, too
-        return f"perhaps {told}, none of this control group{held}" if is_elsewhere else f"probably {told}{held}"
+        return (
+            f"perhaps {reason}, none of this control group{held}" if is_elsewhere else f"probably {reason}{held}"
+        )
     most = min(limit for limit in (limits.group_bytes, limits.machine_bytes, 2**64) if limit is not None)
     if peak_bytes > _NEARLY * most:
         return f"probably out of memory: it held up to {describe_bytes(peak_bytes)} of {describe_bytes(most)}"

@@ -20,7 +20,7 @@ _IDLE_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Instances that wait while none makes progress."""
+    """Instances that wait while no instance makes progress."""
 
     idle_seconds: float  # for how long none has made progress
     waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by what they wait in
@@ -31,12 +31,12 @@ class Hang:
 
     @property
     def is_suspicion(self) -> bool:
-        """Whether it is not known yet where the instances stand."""
+        """Whether it is still unknown where the instances stand."""
         return not self.waiting and not self.standing
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
-    """The hang since the last progress of any instance, not before ``since_seconds``; None when nobody waits."""
+    """Return the hang since the last progress of any instance, or ``since_seconds``; None if nobody waits."""
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     waiting: dict[str, list[int]] = {}
     for status in running:
@@ -62,7 +62,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 def find_idle(
     statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float, *, are_known: bool = False
 ) -> Hang | None:
-    """Return the hang of programs that say nothing; None if nobody was measured.
+    """Return the hang of programs that report no waiting; None if an instance was not measured.
 
     ``calls`` are the collectives that the instances stand in. Without a call the hang is only suspected; if
     ``are_known`` says that all instances were asked, the hang is a standstill.
@@ -96,13 +96,13 @@ def find_idle(
 
 
 def _seconds_since(changed_at_seconds: float | None, status: InstanceStatus, since_seconds: float) -> float:
-    """Seconds from a change of an instance to its last measurement: poprun may have slept since then."""
+    """Return the seconds from an instance's last change to its last measurement: poprun may have slept since."""
     measured_at_seconds = status.usage.at_seconds if status.usage is not None else 0.0
     return measured_at_seconds - max(changed_at_seconds or 0.0, since_seconds)
 
 
 def _changed_at_seconds(status: InstanceStatus) -> float:
-    """Return when an instance last computed, or said how far it is."""
+    """Return when an instance last computed or reported progress."""
     return max(status.busy_at_seconds or 0.0, status.progressed_at_seconds or 0.0)
 
 
@@ -120,7 +120,7 @@ def _seems_to_wait(status: InstanceStatus) -> bool:
 
 
 class HangWatch:
-    """Watches a job for a hang: instances that wait, by their word or their stacks, while none makes progress."""
+    """A watch for a hang: instances wait, by their own report or by their stacks, and none makes progress."""
 
     def __init__(self) -> None:
         self.hang: Hang | None = None  # the hang that was seen at the last look, or None
@@ -134,16 +134,16 @@ class HangWatch:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether a hang is suspected only because somebody computes nothing."""
+        """Whether a hang is suspected only because an instance computes nothing."""
         return self.hang is not None and self.hang.is_suspicion
 
     @property
     def idle_seconds(self) -> float:
-        """For how long none has made progress while instances wait; 0 when none waits."""
+        """The time without any progress while instances wait; 0 if no instance waits."""
         return 0.0 if self.hang is None else self.hang.idle_seconds
 
     def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Search the instances for a hang, not too often: the more there are the more that costs."""
+        """Search for a hang, at most twice a second, because the search costs more with more instances."""
         if now_seconds < self._next_seconds:
             return
         self._next_seconds = now_seconds + _LOOK_SECONDS
@@ -152,11 +152,11 @@ class HangWatch:
             self.is_told = False
 
     def begin_anew(self, now_seconds: float) -> None:
-        """Count from now on only: the job was suspended until now."""
+        """Count the idle time from now on, because the job was suspended until now."""
         self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
 
     def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Store the collectives that instances stand in; those that compute do not wait there."""
+        """Record the collectives in which instances stand; an instance that computes does not wait there."""
         self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
         self._asked_at_seconds = now_seconds
         self.hang, self.is_told = None, False

@@ -18,7 +18,7 @@ _LEAST_THROTTLED: Final = 0.05  # of the time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """What is wrong with a host, as a rule has found it."""
+    """A problem of a host that a rule has found."""
 
     kind: str  # which `observe.show.host_words` knows
     host: str
@@ -31,16 +31,16 @@ HostRule = Callable[[str, Sequence[InstanceStatus]], HostFinding | None]
 
 
 def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, str]) -> list[HostFinding]:
-    """Apply each rule to each host; ``hosts`` are those of the instances."""
-    found = []
+    """Return what each rule finds for each host; ``hosts`` has the host of each instance."""
+    findings = []
     for host in dict.fromkeys(hosts.values()):
         here = [status for status in statuses if hosts[status.index] == host]
-        found += [finding for rule in RULES if (finding := rule(host, here)) is not None]
-    return found
+        findings += [finding for rule in RULES if (finding := rule(host, here)) is not None]
+    return findings
 
 
 def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None:
-    """A host whose memory will be full within an hour, if its instances go on like this."""
+    """Return a finding if the memory of the host will be full within an hour at the present growth."""
     rates = {status.index: growth_rate(status.memory) for status in here}
     growing = [status for status in here if rates[status.index] > 0.0]
     room = min((it.machine.room_bytes for it in growing if it.machine and it.machine.room_bytes), default=0)
@@ -54,7 +54,7 @@ def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None
 
 
 def growth_rate(curve: MemoryCurve) -> float:
-    """Bytes a second by which memory has grown over the last two thirds of its curve; 0 if not steadily."""
+    """Return the growth of memory in bytes per second, over the last two thirds; 0 if it is not steady."""
     if not curve.samples:
         return 0.0
     first, last = curve.samples[0][0], curve.samples[-1][0]
@@ -72,7 +72,7 @@ def _rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def find_throttling(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None:
-    """A host whose processors, or control group, were throttled for a part of the time that matters."""
+    """Return a finding if the host's processors, or its control group, were throttled for much of the time."""
     shares = {"heat": 0.0, "quota": 0.0}
     for status in here:
         first, last, usage = status.first_machine, status.machine, status.usage

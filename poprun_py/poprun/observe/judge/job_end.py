@@ -124,9 +124,9 @@ def has_left(end: JobEnd) -> bool:
 
 
 def failed_while_leaving(end: JobEnd) -> InstanceStatus | None:
-    """Return the first instance that failed after poprun asked it to end, because poprun was asked to end."""
-    asked = (status for status in end.statuses if end.is_terminated and status.was_stopped)
-    failed = (status for status in asked if (status.exit_code or 0) > 0 and status.exit_code != _LEFT)
+    """Return the first instance that failed after poprun, asked to end, had stopped it; None if none failed."""
+    stopped = (status for status in end.statuses if end.is_terminated and status.was_stopped)
+    failed = (status for status in stopped if (status.exit_code or 0) > 0 and status.exit_code != _LEFT)
     return min(failed, key=order_of_failure, default=None)
 
 

@@ -20,7 +20,7 @@ _FROM_OUTSIDE: Final = (Cause.LOST, Cause.UNKNOWN, Cause.SIGNAL)
 
 
 def reason_to_end(ends: Sequence[JobEnd]) -> str:
-    """Why no attempt after these can help, in words; empty where one may."""
+    """Return why no further attempt can help, in words; an empty text if another attempt may help."""
     last = _failure(ends[-1])
     if last is None:
         return ""
@@ -35,7 +35,7 @@ def reason_to_end(ends: Sequence[JobEnd]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """How the first culprit of an attempt has failed."""
+    """The failure of the first culprit of an attempt."""
 
     verdict: Verdict
     status: InstanceStatus
@@ -47,18 +47,18 @@ class _Failure:
 
     @property
     def num_steps(self) -> int:
-        """How far it was, by what it reported, which a checkpoint may begin at, or popdist counted."""
+        """The progress of the culprit: its reported steps, which may begin at a checkpoint, or its counted steps."""
         progress = self.status.progress
         return 0 if progress is None else max(progress.num_steps, progress.step or 0)
 
     @property
     def key(self) -> tuple[Cause, str, str]:
-        """What two attempts that failed in the same way have in common."""
+        """The facts that are equal for two attempts that failed in the same way."""
         return self.verdict.cause, self.place, without_numbers(self.said.summary)
 
 
 def _failure(end: JobEnd) -> _Failure | None:
-    """The failure of an attempt's first culprit; None where nobody is at fault, or the machines may be."""
+    """Return the failure of an attempt's first culprit; None if nobody, or perhaps a machine, is at fault."""
     findings = end.findings or Findings()
     verdict = findings.verdict
     if not verdict.culprits or verdict.cause in _FROM_OUTSIDE:
@@ -68,7 +68,7 @@ def _failure(end: JobEnd) -> _Failure | None:
 
 
 def _hopeless(failure: _Failure) -> str:
-    """What every attempt would fail with again, in words; empty for a failure that may pass."""
+    """Return the error that every attempt would repeat, in words; an empty text if the failure may pass."""
     summary, progress = failure.said.summary, failure.status.progress
     name = summary.partition(":")[0].rpartition(".")[2]
     if failure.verdict.cause is Cause.EXCEPTION and name in _NOT_THERE:

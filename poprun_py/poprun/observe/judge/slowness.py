@@ -38,7 +38,7 @@ _OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
 
 
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
-    """Who is slow in all of the last ``NUM_WINDOWS`` windows; None when nobody is, or there are too few.
+    """Return the instance that was slow in all of the last ``NUM_WINDOWS`` windows; None if there is none.
 
     ``trip_seconds`` is the longest way of a message between hosts and back; 0 on one host. An instance that is
     late by no more, or without working longer than the others, only hears of their collectives later.
@@ -65,7 +65,7 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
 
 
 def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
-    """Return who alone is late now and then, by how much in the mean, and how often; None if nobody is.
+    """Return the one instance that is late in some steps, its mean delay and how often; None if there is none.
 
     Instances that are late by chance are late in turns, so that one of them has most late steps by the chance of
     tosses of a coin. An instance that was slow in a part of the windows is not late now and then.
@@ -91,7 +91,7 @@ def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | Non
 
 
 def _find_latest(windows: Sequence[Window], trip_seconds: float) -> tuple[int, float] | None:
-    """Who is last in all of the last windows, and by how much in a step; None as :func:`find_slowness`."""
+    """Return the instance that is last in all of the last windows, and its delay in a step; None if none is."""
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
@@ -115,14 +115,14 @@ def _step_seconds(windows: Sequence[Window]) -> float:
 
 
 def _works_longer(windows: Sequence[Window], instance: int, delay_seconds: float) -> bool:
-    """Whether what an instance itself does in a step explains its delay, and not that it hears late of others."""
+    """Whether an instance's own work in a step explains its delay, and not a slow message from the others."""
     num_steps = sum(window.num_steps for window in windows)
     work = sum(_excess(windows, instance).values()) - _more(windows, instance, "idle_backward") / num_steps
     return work >= _LEAST_CAUSE * delay_seconds
 
 
 def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
-    """Whether a slowness that lasted is over: the instance has lost less than half as much of late."""
+    """Whether a slowness is over: the instance's recent delays are less than half of the earlier delay."""
     if slowness.instance is None:
         return False
     last = windows[-(slowness.num_windows // 2) :]
@@ -133,7 +133,7 @@ def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
 def find_slow_link(
     windows: Sequence[Window], round_trips: Mapping[str, float], own_host: str | None
 ) -> Slowness | None:
-    """The hosts whose link is slow, where all instances spend much of a step in communication; None where none is.
+    """Return the hosts with a slow link if communication takes much of a step; None if no link is slow.
 
     ``round_trips`` are the times that a message takes from poprun's own host to each other one and back. Without
     ``own_host`` poprun runs elsewhere: the way that all of them have in common is not the job's.
@@ -172,7 +172,7 @@ def find_slow_link(
 
 
 def _communication(window: Window) -> float:
-    """The time that most instances communicate in a step without waiting for the slowest."""
+    """Return the median time that instances communicate in a step, without waiting for the slowest."""
     return median(
         window.phases[index]["communication"]
         + window.totals[index]["idle_backward"] / window.num_steps
@@ -182,7 +182,7 @@ def _communication(window: Window) -> float:
 
 
 def _shared_delay(windows: Sequence[Window], instance: int) -> float:
-    """The part of an instance's delay that is chance because all instances contend for too few cores."""
+    """Return the part of an instance's delay that is chance, because all instances share too few cores."""
     more = _more(windows, instance, "run_delay")
     own = sum(window.totals[instance]["run_delay"] for window in windows)
     is_shared = own - more >= own / 2  # most others want for a core nearly as long
@@ -190,7 +190,7 @@ def _shared_delay(windows: Sequence[Window], instance: int) -> float:
 
 
 def _certainty(windows: Sequence[Window], instance: int) -> float:
-    """How far beyond chance the lead of an instance over the next one is: its mean over the mean's own error."""
+    """Return an instance's mean lead over the next latest instance, divided by the standard error of the mean."""
     leads = [
         delays.get(instance, 0.0) - max(late for index, late in delays.items() if index != instance)
         for window in windows
@@ -202,13 +202,13 @@ def _certainty(windows: Sequence[Window], instance: int) -> float:
 
 
 def _leads(delays: Mapping[int, float], instance: int, least_seconds: float) -> bool:
-    """Whether an instance is late by what matters, and nobody else is nearly as late."""
+    """Whether an instance's delay is large enough to matter, and no other instance is nearly as late."""
     others = max((late for index, late in delays.items() if index != instance), default=0.0)
     return delays[instance] >= max(least_seconds, _LEAD * others)
 
 
 def find_pause(window: Window) -> tuple[int, str, float] | None:
-    """The instance that has saved or validated alone in a window, the name of the phase, and its seconds."""
+    """Return the instance that saved or validated alone in a window, the phase and its seconds; None if none."""
     for index in window.delays:
         saving = _excess([window], index)["checkpoint"] * window.num_steps
         validating = _more([window], index, "long_forward")
@@ -220,18 +220,18 @@ def find_pause(window: Window) -> tuple[int, str, float] | None:
 
 
 def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
-    """How much more of each phase an instance has in a step than most others."""
-    found = {}
+    """Return how much longer each phase of a step takes on an instance than on most other instances."""
+    excess = {}
     for phase in (*_OWN_PHASES, "backward"):
         means = {
             index: fmean(window.phases[index].get(phase, 0.0) for window in windows) for index in windows[0].phases
         }
-        found[phase] = means[instance] - median(mean for index, mean in means.items() if index != instance)
-    return found
+        excess[phase] = means[instance] - median(mean for index, mean in means.items() if index != instance)
+    return excess
 
 
 def find_phase(windows: Sequence[Window], instance: int) -> str:
-    """The phase in which an instance loses most.
+    """Return the phase in which an instance loses the most time.
 
     Where others wait in their backward pass its own looks short: that has lost what the other phases have not.
     That rest holds the errors of all the others, too, so it has to be clearly larger.
@@ -244,7 +244,7 @@ def find_phase(windows: Sequence[Window], instance: int) -> str:
 
 
 def find_reasons(windows: Sequence[Window], instance: int) -> list[str]:
-    """What the machine, Python and the data show about an instance that is slow, the strongest reason first."""
+    """Return what the machine, Python and the data show about a slow instance, the strongest reason first."""
     lost = sum(window.delays[instance] * window.num_steps for window in windows)
     seconds = windows[-1].ended_seconds - windows[0].began_seconds
     more = {name: _more(windows, instance, name) for name in windows[0].totals[instance]}
@@ -273,6 +273,6 @@ def waits_for_workers(windows: Sequence[Window], instance: int) -> bool:
 
 
 def _more(windows: Sequence[Window], instance: int, name: str) -> float:
-    """How much more of a total an instance has had than most others."""
+    """Return how much larger a total of an instance is than the totals of most other instances."""
     totals = {index: sum(window.totals[index][name] for window in windows) for index in windows[0].totals}
     return totals[instance] - median(total for index, total in totals.items() if index != instance)

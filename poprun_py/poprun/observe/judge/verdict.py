@@ -41,7 +41,7 @@ def find_verdict_of_hang(
     evidence: Mapping[int, InstanceEvidence],
     read_line: ReadLine,
 ) -> Verdict:
-    """Who keeps the others waiting."""
+    """Return which instance the others wait for, and why."""
     places = {index: place_text(frame) for index, known in evidence.items() if (frame := latest_own_frame(known))}
     waiting = {index: text for text, indices in hang.waiting.items() for index in indices}
     verdict = Verdict(victims=tuple(sorted(waiting)), places=places)
@@ -76,7 +76,7 @@ def find_verdict_of_hang(
 def _find_outside_of_calls(
     verdict: Verdict, hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict | None:
-    """Return the verdict of a hang that no collective explains: locks of files, or a standstill; else None."""
+    """Return the verdict of a hang without a collective: a file's lock, or a standstill; None for other hangs."""
     outside = {*hang.absent, *hang.standing}  # a helper of one that waits in a call may wait for a lock by chance
     if any(known.awaited_locks for index, known in evidence.items() if index in outside):
         return _blame_lock(verdict, outside, evidence, read_line)
@@ -106,7 +106,7 @@ def _blame_lock(
 def _blame_standing(
     verdict: Verdict, standing: Sequence[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict:
-    """Say where the instances stand; blame those that wait for a child process which has ended."""
+    """Return where the instances stand; culprits are instances that wait for a child process that has ended."""
     by_line: dict[str, list[int]] = {}
     details = []
     culprits = []
@@ -126,7 +126,7 @@ _MULTIPROCESSING: Final = "/multiprocessing/"
 
 
 def _waits_unsaid(known: InstanceEvidence | None) -> bool:
-    """Whether a program waits in a collective of torch's of which it has not told by its page."""
+    """Whether a program waits in a collective of torch, but has not reported the wait on its progress page."""
     return known is not None and bool(collective_of(known.stacks))
 
 
@@ -153,29 +153,29 @@ def _blame_lone(
     waiting: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict | None:
-    """Blame, where all wait, those that wait for a message or for torch's store; None if there are no such."""
-    lone: tuple[int, ...] = ()
+    """Blame instances that wait for a message or for torch's store, if all wait; None if there are none."""
+    culprits: tuple[int, ...] = ()
     details: tuple[str, ...] = ()
     for queue in queues:
         in_message = tuple(sorted(it for it in queue.behind if waiting.get(it, "").startswith(_MESSAGES)))
         if 0 < len(in_message) < len(queue.waiting):
-            lone = in_message
+            culprits = in_message
             details = (
                 queue.describe(),
-                f"{name_instances(lone)} wait{'s' if len(lone) == 1 else ''} for a message",
+                f"{name_instances(culprits)} wait{'s' if len(culprits) == 1 else ''} for a message",
             )
     at_store = {
         index for index, known in evidence.items() if any(it.function == _STORE for it in known.stacks.main)
     }
     if not queues and at_store - {0} and evidence.keys() - at_store - {0}:
-        lone = tuple(sorted(at_store - {0}))  # instance 0 has the store, and waits there for the others
+        culprits = tuple(sorted(at_store - {0}))  # instance 0 has the store, and waits there for the others
         details = (
-            f"{name_instances(lone)} did not find torch's store: is there another MASTER_ADDR or MASTER_PORT?",
+            f"{name_instances(culprits)} did not find torch's store: is there another MASTER_ADDR or MASTER_PORT?",
         )
-    if not lone:
+    if not culprits:
         return None
-    victims = tuple(index for index in verdict.victims if index not in lone)
-    return replace(verdict, cause=Cause.MISMATCH, culprits=lone, victims=victims, details=details)
+    victims = tuple(index for index in verdict.victims if index not in culprits)
+    return replace(verdict, cause=Cause.MISMATCH, culprits=culprits, victims=victims, details=details)
 
 
 _MESSAGES: Final = ("recv", "irecv", "send", "isend", "batch_isend_irecv")
@@ -184,7 +184,7 @@ _WITH_ROOT: Final = ("broadcast", "reduce(", "gather(", "scatter(")
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
-    """All wait: for each other in different groups, for calls of other sizes, or for what nobody here shows."""
+    """Judge a job in which all instances wait: in different groups, in calls of other sizes, or unexplained."""
     for queue in queues:
         if not queue.behind and len({call.sizes for call in queue.calls.values()}) > 1:
             return blame_different(verdict, queue)
@@ -199,7 +199,7 @@ def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """The instances that wait in one process group for the others of it."""
+    """The instances of one process group that wait for the group's other instances."""
 
     name: str
     number: int  # the collective of the group that they wait in
@@ -215,11 +215,11 @@ class Queue:
 
     @property
     def since_epoch_seconds(self) -> float:
-        """When the first of them began to wait."""
+        """When the first instance of the queue began to wait."""
         return min(call.begin_ns for call in self.waiting.values()) / _NANOSECONDS
 
     def describe(self) -> str:
-        """Who waits in which collective, and how far those are that have not called it."""
+        """Return who waits in which collective, and which members have not called this collective."""
         who, call = sorted(self.waiting), next(iter(self.waiting.values()))
         which = _of_group(self.name)
         text = (
@@ -238,7 +238,7 @@ def _of_group(name: str) -> str:
 def _queues(
     waiting: Mapping[int, str], statuses: Sequence[InstanceStatus], evidence: Mapping[int, InstanceEvidence]
 ) -> list[Queue]:
-    """The queues before each process group, those that wait longest first."""
+    """Return the queue of each process group in which instances wait, ordered by the time of the first wait."""
     pending: dict[str, dict[int, GroupRecord]] = {}
     for index, known in evidence.items():
         group = _group_waited_in(known) if index in waiting else None
@@ -249,7 +249,7 @@ def _queues(
 
 
 def _group_waited_in(known: InstanceEvidence) -> GroupRecord | None:
-    """The group with the call that is not done and was called first."""
+    """Return the group whose pending call was made first; None if no call is pending."""
     open_groups = [group for group in known.groups if group.pending is not None]
     return min(open_groups, key=lambda group: group.pending.begin_ns if group.pending else 0, default=None)
 
@@ -280,7 +280,7 @@ def _queue(
 
 
 def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
-    """Members called different collectives: the one that differs from all others, of at least three, is named."""
+    """Blame the one instance of three or more that called another collective; nobody if no part is smaller."""
     alike: dict[str, list[int]] = {}
     for index, call in sorted(queue.calls.items()):
         alike.setdefault(call.kind if queue.has_different_calls else str(call), []).append(index)
@@ -301,7 +301,7 @@ def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
 
 
 def minority(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The smaller of two parts of a job; none where they are equal, or where there are more than two."""
+    """Return the smaller of two parts of a job; an empty tuple if the parts are equal or more than two."""
     if len(parts) != 2 or len(parts[0]) == len(parts[1]):
         return ()
     smaller = min(parts, key=len)
@@ -315,7 +315,7 @@ def _blame_absent(
     evidence: Mapping[int, InstanceEvidence],
     read_line: ReadLine,
 ) -> Verdict:
-    """Instances that run their own code while others wait for them; or that wait for a helper of theirs."""
+    """Blame the instances that run their own code, or wait for a helper, while the others wait for them."""
     details = [] if queue is None else [queue.describe()]
     cause, places = Cause.ABSENT, dict(verdict.places)
     for index in absent:
@@ -369,12 +369,12 @@ def _in_line(frame: StackFrame, read_line: ReadLine) -> str:
 
 
 def place_text(frame: StackFrame) -> str:
-    """A frame's file and line."""
+    """Return a frame's file and line as ``file:line``."""
     return f"{frame.file}:{frame.line}"
 
 
 def latest_own_frame(known: InstanceEvidence) -> StackFrame | None:
-    """Where an instance stands, or crashed, in code of the user's."""
+    """Return the frame of the user's code in which an instance crashed or stands; None if there is none."""
     return own_frame(known.crash.main) or own_frame(known.stacks.main)
 
 
@@ -389,7 +389,7 @@ def _is_loading(known: InstanceEvidence) -> bool:
 
 
 def stuck_helper(known: InstanceEvidence) -> Helper | None:
-    """The helper that the main thread waits for: one in code of the user's, or held up by the kernel."""
+    """Return the helper that the main thread waits for: in user's code, or stopped by the kernel; None if none."""
     if not known.helpers or not _is_loading(known):
         return None
     return next(
@@ -398,7 +398,7 @@ def stuck_helper(known: InstanceEvidence) -> Helper | None:
 
 
 def helper_frame(helper: Helper) -> StackFrame | None:
-    """Where a helper stands in code of the user's, above the code that it was forked from."""
+    """Return the frame of the user's code in which a helper stands, after the fork; None if there is none."""
     main = helper.stacks.main
     starts = [number for number, frame in enumerate(main) if frame.file.endswith(_PROCESS)]
     return own_frame(main[starts[-1] + 1 :]) if starts else None

@@ -1,4 +1,4 @@
-"""Watches how fast a job's instances are: asks them in turn, and tells who keeps the others waiting."""
+"""The watch over the speed of a job's instances: questions, answers, and the instances that are slow."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,10 +21,10 @@ from poprun.plan.plan import Places
 from poprun.text.ranges import counted
 
 MOST_HELPERS: Final = 8
-"""So many workers of a loader are asked where they stand."""
+"""The number of workers of a loader that are asked for their stacks."""
 
 PERIOD_SECONDS: Final = 4.0
-"""How often all instances are asked for the moments of their last collectives."""
+"""The time between two questions to all instances about their last collectives."""
 
 _ANSWER_SECONDS: Final = 2.5
 _MAX_SLOWDOWNS: Final = 50
@@ -32,85 +32,97 @@ _MAX_LINES: Final = 5
 _NO_HOSTS: Final = Places()
 
 
+class LookRound:
+    """One question to all instances of an attempt about their last collectives, and the answers so far."""
+
+    def __init__(self) -> None:
+        self.stuck_workers: dict[int, str] = {}  # where a loader's worker was seen last, by instance
+        self._asked_at_seconds = 0.0
+        self._asked: set[int] = set()  # instances that have not answered yet
+        self._ahead_seconds: Mapping[int, float] = {}
+        self._looks: dict[int, Look] = {}
+
+    def is_due(self, now_seconds: float) -> bool:
+        """Whether it is time for the next question."""
+        return now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
+
+    def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
+        """Begin to wait for answers; ``ahead_seconds`` says by how much the clock of each instance is ahead."""
+        self._ahead_seconds, self._looks = ahead_seconds, {}
+        self._asked, self._asked_at_seconds = set(ahead_seconds), now_seconds
+
+    def add(self, event: Mapping[str, Any], status: InstanceStatus, now_seconds: float) -> None:
+        """Record the answer of an instance."""
+        if status.index in self._asked:
+            self._asked.discard(status.index)
+            if event.get("stacks"):
+                self._record_worker(status.index, event["stacks"])
+            look = read_look(event, status, now_seconds, self._ahead_seconds[status.index])
+            if look is not None:
+                self._looks[status.index] = look
+
+    def _record_worker(self, instance: int, stacks: Mapping[str, Any]) -> None:
+        """Record the source line of a loader's worker, if the worker runs the program's own code."""
+        from poprun.observe.account.evidence import read_evidence
+        from poprun.observe.judge.verdict import helper_frame
+
+        for helper in read_evidence(stacks).helpers:
+            if (frame := helper_frame(helper)) is not None:
+                self.stuck_workers[instance] = f"worker {helper.pid} is at {frame.file}:{frame.line}"
+
+    def finish(self, now_seconds: float) -> dict[int, Look]:
+        """Return the answers by instance if all have answered or the time is over; otherwise an empty mapping."""
+        is_late = now_seconds - self._asked_at_seconds >= _ANSWER_SECONDS
+        if not self._looks or (self._asked and not is_late):
+            return {}
+        looks, self._looks, self._asked = self._looks, {}, set()
+        return looks
+
+
 class PerformanceWatch:
-    """The last windows of one attempt, and what was found in them."""
+    """The last windows of one attempt, and the slow instances and pauses that were found in the windows."""
 
     def __init__(self, began_at_seconds: float, places: Places = _NO_HOSTS) -> None:
-        self.slowdowns: list[Slowness] = []  # by time; the last one may still last
+        self.round = LookRound()
+        self.slowdowns: list[Slowness] = []  # by time; the last slowness may still last
         self.pauses: dict[tuple[int, str], list[float]] = {}  # seconds, by instance and phase
-        self.waiting_seconds: dict[int, float] = {}  # for the slowest, by instance
+        self.waiting_seconds: dict[int, float] = {}  # time in which an instance waited for the slowest
         self.slow_link: Slowness | None = None  # between hosts
-        self.suspect: int | None = None  # one that seems to wait for its loader's workers
-        self._stuck_workers: dict[int, str] = {}  # where workers stood when they were asked last, by instance
+        self.suspect: int | None = None  # an instance that seems to wait for the workers of its loader
+        self.windows: list[Window] = []  # the last windows, by time
         self._began_at_seconds = began_at_seconds
         self._places = places
-        self._asked_at_seconds = 0.0
-        self._asked: set[int] = set()
-        self._ahead_seconds: Mapping[int, float] = {}
-        self._trip_seconds = 0.0  # to the farthest host and back
-        self._looks: dict[int, Look] = {}
+        self._trip_seconds = 0.0  # round trip of a message to the farthest host
         self._before: Mapping[int, Look] = {}
-        self.windows: list[Window] = []  # the last ones
         self._newest_moment = 0.0
 
     @property
     def lasting(self) -> Slowness | None:
-        """The slowness that lasts now; None where nobody keeps the others waiting."""
+        """The slowness that lasts now; None if no instance is slow."""
         return self.slowdowns[-1] if self.slowdowns and self.slowdowns[-1].until_seconds is None else None
 
     @property
     def all_slowdowns(self) -> list[Slowness]:
-        """The slow link between hosts, if there is one, and the slow instances."""
+        """The slow link between hosts, if there is a slow link, and the slow instances."""
         return [*([self.slow_link] if self.slow_link else []), *self.slowdowns]
 
-    def is_due(self, now_seconds: float) -> bool:
-        """Whether it is time to ask again."""
-        return now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
-
     def note_links(self, round_trips: Mapping[str, float], own_host: str | None) -> list[str]:
-        """Look for a slow link between hosts, which is said once; the lines to be said now."""
+        """Search for a slow link between hosts, which is reported once. Return the lines to print now."""
         if own_host is None and len(round_trips) == 1:
-            return []  # all instances share a host, and poprun is elsewhere
+            return []  # all instances share a host, and poprun runs on another host
         self._trip_seconds = max(round_trips.values(), default=0.0)
         if self.slow_link is None and self.lasting is None:
             self.slow_link = find_slow_link(self.windows, round_trips, own_host)
             return [] if self.slow_link is None else [self.slow_link.text]
         return []
 
-    def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
-        """Begin to wait for answers: by instance, by how much the clock of its host is ahead of poprun's."""
-        self._ahead_seconds, self._looks = ahead_seconds, {}
-        self._asked, self._asked_at_seconds = set(ahead_seconds), now_seconds
-
-    def add(self, event: Mapping[str, Any], status: InstanceStatus, now_seconds: float) -> None:
-        """Keep the answer of an instance."""
-        if status.index in self._asked:
-            self._asked.discard(status.index)
-            if event.get("stacks"):
-                self._note_workers(status.index, event["stacks"])
-            look = read_look(event, status, now_seconds, self._ahead_seconds[status.index])
-            if look is not None:
-                self._looks[status.index] = look
-
-    def _note_workers(self, instance: int, stacks: Mapping[str, Any]) -> None:
-        """Keep where a loader's worker stands, if one does in the program's own code."""
-        from poprun.observe.account.evidence import read_evidence
-        from poprun.observe.judge.verdict import helper_frame
-
-        for helper in read_evidence(stacks).helpers:
-            if (frame := helper_frame(helper)) is not None:
-                self._stuck_workers[instance] = f"worker {helper.pid} is at {frame.file}:{frame.line}"
-
     def update(self, num_instances: int, now_seconds: float) -> list[str]:
-        """Look for who is slow once all have answered; the lines to be said now."""
-        is_late = now_seconds - self._asked_at_seconds >= _ANSWER_SECONDS
-        if not self._looks or (self._asked and not is_late):
-            return []
-        looks, self._looks, self._asked = self._looks, {}, set()
+        """Judge the answers if all instances have answered. Return the lines to print now."""
+        looks = self.round.finish(now_seconds)
         return self.add_looks(looks) if len(looks) == num_instances else []
 
     def add_looks(self, looks: Mapping[int, Look]) -> list[str]:
-        """Add what all instances have told at one moment; the lines to be said now."""
+        """Add the answers of all instances to one question. Return the lines to print now."""
         if self._before.keys() != looks.keys():
             self._before = looks
             return []
@@ -122,7 +134,7 @@ class PerformanceWatch:
         return [] if is_first else self._add_window(window, looks)
 
     def _add_window(self, window: Window, looks: Mapping[int, Look]) -> list[str]:
-        """Add a window: what begins with it and what ends, in words; one of a pause by design does not count."""
+        """Add a window; return lines about a slowness that begins or ends. Windows with a pause do not count."""
         for index, seconds in window.waits.items():
             waited = seconds * window.num_steps
             self.waiting_seconds[index] = self.waiting_seconds.get(index, 0.0) + waited
@@ -131,38 +143,38 @@ class PerformanceWatch:
             self.pauses.setdefault((instance, phase), []).append(seconds)
             return []
         self.windows = [*self.windows[1 - MOST_WINDOWS :], window]
-        found, lasting = find_slowness(self.windows, self._trip_seconds), self.lasting
+        slowness, lasting = find_slowness(self.windows, self._trip_seconds), self.lasting
         latest = max(window.delays, key=lambda index: window.delays[index])
         self.suspect = latest if not self.slowdowns and waits_for_workers([window], latest) else None
-        if found is not None and lasting is not None and found.instance == lasting.instance:
-            self.slowdowns[-1] = replace(lasting, delay_seconds=found.delay_seconds, share=found.share)
+        if slowness is not None and lasting is not None and slowness.instance == lasting.instance:
+            self.slowdowns[-1] = replace(lasting, delay_seconds=slowness.delay_seconds, share=slowness.share)
             return []
-        if lasting is not None and found is None and not has_ended(lasting, self.windows):
+        if lasting is not None and slowness is None and not has_ended(lasting, self.windows):
             return []
         lines = []
         if lasting is not None:
             self.slowdowns[-1] = replace(lasting, until_seconds=window.began_seconds)
-            self.windows = self.windows[-NUM_WINDOWS // 2 :]  # those before tell of what is over
+            self.windows = self.windows[-NUM_WINDOWS // 2 :]  # earlier windows are about the slowness that is over
             lines.append(f"{lasting.name} is as fast as the others again")
-        if found is not None and found.instance is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
-            place = looks[found.instance].places.get(found.phase)
+        if slowness is not None and slowness.instance is not None and len(self.slowdowns) < _MAX_SLOWDOWNS:
+            place = looks[slowness.instance].places.get(slowness.phase)
             places = [f"at {place}"] if place else []
-            if (worker := self._stuck_workers.get(found.instance)) and found.phase == "data":
+            if (worker := self.round.stuck_workers.get(slowness.instance)) and slowness.phase == "data":
                 places = [worker]
-            hosts = self._places.hosts_of([found.instance])
-            found = replace(found, reasons=(*found.reasons, *places), hosts=hosts)
-            self.slowdowns.append(found)
-            lines.append(found.text)
+            hosts = self._places.hosts_of([slowness.instance])
+            slowness = replace(slowness, reasons=(*slowness.reasons, *places), hosts=hosts)
+            self.slowdowns.append(slowness)
+            lines.append(slowness.text)
         return lines
 
     def summary(self) -> list[str]:
-        """At most five lines about a whole attempt; none when it was balanced."""
+        """Return at most five lines about the whole attempt; no lines if all instances were equally fast."""
         lines = [*(it.text for it in self.all_slowdowns), *self.describe_pauses()]
         left = len(lines) - _MAX_LINES
         return lines if left <= 0 else [*lines[: _MAX_LINES - 1], f"and {left + 1} more: --report has all"]
 
     def describe_pauses(self) -> list[str]:
-        """Which instances have saved or validated alone, a line each."""
+        """Return a line for each instance that has saved or validated alone."""
         return [
             f"{name_instances([instance])} alone: {phase}, {counted(len(seconds), 'time')}, "
             f"{sum(seconds):.0f} s in all, while the others waited"

@@ -34,7 +34,7 @@ _NOT_OWN: Final = ("start", "waiting", _COMMUNICATION)  # phases in which an ins
 
 
 class Change(StrEnum):
-    """What became of a figure."""
+    """How a figure changed."""
 
     NONE = "no difference"
     SLOWER = "slower"
@@ -46,7 +46,7 @@ class Change(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A figure of two reports."""
+    """A figure in two reports, and how it changed."""
 
     figure: str
     before: str  # with its unit
@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of two reports, and what makes these hard to compare."""
+    """All figures of two reports, and warnings about jobs that are hard to compare."""
 
     warnings: tuple[str, ...]
     differences: tuple[Difference, ...]
@@ -76,7 +76,7 @@ class Comparison:
 
 
 def compare(before: JobRecord, after: JobRecord) -> Comparison:
-    """Compare the last attempts of two jobs; UsageError where one of them never ran."""
+    """Return the comparison of the last attempts of two jobs. Raises UsageError if a job never ran."""
     for name, job in (("first", before), ("second", after)):
         if not job.attempts:
             raise UsageError(f"the job of the {name} report never ran: {job.error}")
@@ -86,7 +86,7 @@ def compare(before: JobRecord, after: JobRecord) -> Comparison:
 
 
 def _warnings(before: JobRecord, after: JobRecord) -> Iterator[str]:
-    """Why the two jobs may not be what somebody wants to compare."""
+    """Yield reasons why the two jobs may not be comparable."""
     first, second = before.plan, after.plan
     if first is not None and second is not None:
         if first.program != second.program:
@@ -105,7 +105,7 @@ def _warnings(before: JobRecord, after: JobRecord) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Speed:
-    """How long the steps, or samples, of an attempt took."""
+    """The time of a step, or of a sample, in an attempt."""
 
     parts: Sequence[float]  # the mean seconds of one, in each part of the attempt
     delay: float | None  # seconds of one in which all instances together waited for a core; None if not known
@@ -116,14 +116,14 @@ class _Speed:
 
     @property
     def noise(self) -> float:
-        """How far the parts lie from their middle, as a share of the mean."""
+        """How far the parts lie from the middle, divided by the mean."""
         return (max(self.parts) - min(self.parts)) / 2 / self.seconds
 
 
 def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference:
-    """The difference of the time of a step."""
-    found = _speeds(before, after)
-    if found is None:
+    """Return the difference between the times of a step in two attempts."""
+    speeds = _speeds(before, after)
+    if speeds is None:
         return Difference(
             figure="the whole run",
             before=describe_seconds(before.duration_seconds),
@@ -131,12 +131,12 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
             change=Change.UNKNOWN,
             notes=("a run with steps for less than about ten seconds does not tell its noise",),
         )
-    figure, first, second = found
+    figure, first, second = speeds
     longer = second.seconds - first.seconds
     waited = 0.0 if first.delay is None or second.delay is None else second.delay - first.delay
     of_machine = max(0.0, min(waited, longer)) if longer > 0 else min(0.0, max(waited, longer))
-    own, noise = (longer - of_machine) / first.seconds, max(first.noise + second.noise, LEAST_CHANGE)
-    is_none = abs(own) <= noise
+    own_change, noise = (longer - of_machine) / first.seconds, max(first.noise + second.noise, LEAST_CHANGE)
+    is_none = abs(own_change) <= noise
     notes = () if is_none else tuple(_places(before, after, longer))
     if is_none and abs(longer) / first.seconds > noise:
         than = "longer" if waited > 0 else "less long"
@@ -148,7 +148,7 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
         figure=figure,
         before=_length(first.seconds),
         after=_length(second.seconds),
-        change=_judged(own, is_none=is_none, is_hidden=is_hidden),
+        change=_judged(own_change, is_none=is_none, is_hidden=is_hidden),
         share=longer / first.seconds,
         noise=noise,
         notes=notes,
@@ -163,12 +163,12 @@ def _judged(own: float, *, is_none: bool, is_hidden: bool) -> Change:
 
 
 def _length(seconds: float, form: str = ".4g") -> str:
-    """The length of a step, or how much it changed: in seconds from one on, else in milliseconds."""
+    """Return a time as text: in seconds from one second on, otherwise in milliseconds."""
     return f"{seconds:{form}} s" if abs(seconds) >= 1 else f"{seconds * 1000:{form}} ms"
 
 
 def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _Speed] | None:
-    """The speeds of both attempts, by steps or else by samples; None where they cannot be judged."""
+    """Return the figure's name and both speeds, by steps or else by samples; None if a speed is not known."""
     for name, figure in _RATES.items():
         first, second = _speed_of(before, name), _speed_of(after, name)
         if first is not None and second is not None:
@@ -177,7 +177,7 @@ def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _
 
 
 def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
-    """The speed of an attempt by the curve ``name`` of its instances; None without it, or if it is short."""
+    """Return the speed of an attempt by the curve ``name``; None if there is no curve or the run is short."""
     windows = _training_windows(attempt.curves_of(name))
     ends = [len(windows) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
     rates = [fmean(rate for _, rate in windows[start:end]) for start, end in pairwise(ends) if start < end]
@@ -195,18 +195,18 @@ def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
 
 
 def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
-    """The end of each window and the median rate in it; without the first and the last one with steps."""
+    """Return the end and the median rate of each window with steps, without the first and the last window."""
     if not curves:
         return ()
     rows = zip(*(it.middle for it in curves), strict=False)
-    known = [[rate for rate in row if rate is not None and isfinite(rate)] for row in rows]
-    windows = [(end, median(rates)) for end, rates in zip(curves[0].seconds, known, strict=False) if rates]
+    known_rates = [[rate for rate in row if rate is not None and isfinite(rate)] for row in rows]
+    windows = [(end, median(rates)) for end, rates in zip(curves[0].seconds, known_rates, strict=False) if rates]
     busy = [index for index, (_, rate) in enumerate(windows) if rate > 0]
     return windows[busy[0] + 1 : busy[-1]] if busy else ()
 
 
 def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Iterator[str]:
-    """The phases and instances in which steps became ``longer`` by a good part of that, in words."""
+    """Yield the phases and instances that explain a good part of the ``longer`` step, in words."""
     first = {it.index: _step_phases(it) for it in before.instances}
     changes = {
         it.index: {phase: seconds - first[it.index].get(phase, 0.0) for phase, seconds in _step_phases(it).items()}
@@ -214,20 +214,20 @@ def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Itera
         if it.index in first
     }
     hosts = {it.index: it.host for it in after.instances}
-    phases = dict.fromkeys(phase for its in changes.values() for phase in its)
-    found = {
-        phase: [index for index, its in changes.items() if its.get(phase, 0.0) / longer >= _LEAST_PART]
+    phases = dict.fromkeys(phase for by_phase in changes.values() for phase in by_phase)
+    late_by_phase = {
+        phase: [index for index, by_phase in changes.items() if by_phase.get(phase, 0.0) / longer >= _LEAST_PART]
         for phase in phases
     }
-    own = [phase for phase in phases if found[phase] and phase not in _NOT_OWN]
-    for phase in own or ([_COMMUNICATION] if found.get(_COMMUNICATION) else []):
-        change = median(changes[index][phase] for index in found[phase])
+    own_phases = [phase for phase in phases if late_by_phase[phase] and phase not in _NOT_OWN]
+    for phase in own_phases or ([_COMMUNICATION] if late_by_phase.get(_COMMUNICATION) else []):
+        change = median(changes[index][phase] for index in late_by_phase[phase])
         where = " over the network" if phase == _COMMUNICATION and len(set(hosts.values())) > 1 else ""
-        yield f"{_who(found[phase], hosts)}, in {phase}{where}: {_length(change, '+.3g')} a step"
+        yield f"{_who(late_by_phase[phase], hosts)}, in {phase}{where}: {_length(change, '+.3g')} a step"
 
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Instances in words: all, those of a host, or their numbers."""
+    """Return instances in words: all instances, a host, or the numbers of the instances."""
     there = {hosts[index] for index in indices}
     if len(indices) == len(hosts):
         return "all instances"
@@ -237,12 +237,12 @@ def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
 
 
 def _step_phases(instance: InstanceRecord) -> dict[str, float]:
-    """The seconds of each phase in a step."""
+    """Return the seconds of each phase in a step."""
     return {phase: seconds / (instance.num_steps or 1) for phase, seconds in instance.phase_seconds.items()}
 
 
 def _memory_difference(before: AttemptRecord, after: AttemptRecord) -> Iterator[Difference]:
-    """The difference of the most memory that an instance held, if it is known."""
+    """Yield the difference between the peak memories of two attempts, if both are known."""
     (first, _), (second, index) = _fullest(before), _fullest(after)
     if not first or not second:
         return
@@ -260,5 +260,5 @@ def _memory_difference(before: AttemptRecord, after: AttemptRecord) -> Iterator[
 
 
 def _fullest(attempt: AttemptRecord) -> tuple[int, int]:
-    """The most memory of an instance, and its index."""
+    """Return the largest memory of an instance, and the index of this instance."""
     return max(((it.peak_memory_bytes or 0, it.index) for it in attempt.instances), default=(0, 0))

@@ -9,7 +9,7 @@ from poprun.text.ranges import describe_bytes
 
 
 def describe_finding(finding: HostFinding) -> str:
-    """What was found, in a line."""
+    """Return a finding as a line of text."""
     return _WORDS[finding.kind](finding)
 
 

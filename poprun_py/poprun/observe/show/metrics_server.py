@@ -34,7 +34,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 class _BoundedServer(ThreadingWSGIServer):
-    """A server with few connections: whoever is on this machine may connect."""
+    """A server with a limited number of connections, because everybody on this machine may connect."""
 
     request_queue_size = 128
 
@@ -44,7 +44,7 @@ class _BoundedServer(ThreadingWSGIServer):
         super().__init__(*words)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; where there are too many, the oldest connection ends before."""
+        """Answer in a thread; if there are too many connections, end the oldest connection first."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError, IndexError):
                 [*self._opened][0].shutdown(socket.SHUT_RDWR)  # noqa: RUF015 - threads change it
@@ -63,7 +63,7 @@ class _BoundedServer(ThreadingWSGIServer):
 
 
 class MetricsServer:
-    """Answers Prometheus in a thread, with what was known of the job at its last look."""
+    """A thread that answers Prometheus with the last known state of the job."""
 
     def __init__(self, port: int) -> None:
         self._looks: Sequence[tuple[InstanceStatus, str, dict[str, float]]] = ()
@@ -87,7 +87,7 @@ class MetricsServer:
         self._thread.join(_JOIN_SECONDS)
 
     def update(self, plan: LaunchPlan, end: JobEnd, restart_count: int) -> None:
-        """Answer from now on with how an attempt stands."""
+        """Store the state of an attempt for all later answers."""
         curves = [] if end.curves is None else end.curves.instances
         lasts = [{name: it.last for name, it in one.by_name.items() if it.last is not None} for one in curves]
         hosts = [plan.instance(status.index).host for status in end.statuses]
@@ -95,7 +95,7 @@ class MetricsServer:
         self._restart_count = restart_count
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as the library asks for it at each request."""
+        """Return all metrics; prometheus_client calls this method at each request."""
         restarts = GaugeMetricFamily("poprun_restarts", "Times that the job was started again")
         restarts.add_metric((), self._restart_count)
         running = GaugeMetricFamily("poprun_running", "Whether the program of an instance runs", labels=_INSTANCE)

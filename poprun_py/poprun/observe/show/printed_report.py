@@ -48,7 +48,7 @@ _KILLED_AT: Final = re.compile(r"PID \d+ RUNNING AT (\S+)")
 def blame_aborter(
     statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
 ) -> list[InstanceStatus]:
-    """The statuses, with the instance that called MPI_Abort as failed, with the code that it gave."""
+    """Return the statuses; the instance that called MPI_Abort has failed with the code of the call."""
     # an MPI launcher ends with that code, or kills the shims; then the code is the one printed on standard error
     if launcher_code == 0 and not any(status.problem == SHIM_KILLED for status in statuses):
         return list(statuses)
@@ -66,7 +66,7 @@ def blame_aborter(
 def blame_host(
     statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
 ) -> list[InstanceStatus]:
-    """The statuses, where of several lost shims one on the host that Hydra names was lost first."""
+    """Return the statuses; of several lost shims, a shim on the host that Hydra names was lost first."""
     # Hydra then kills those on the other hosts, and poprun may hear of them earlier.
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
     lost = [status for status in statuses if status.problem == SHIM_KILLED]
@@ -79,13 +79,13 @@ def blame_host(
 
 
 def _printed_code(tail: Sequence[str]) -> int | None:
-    """The exit code of the first abort in ``tail``, as a parent process sees it; None without one or for 0."""
+    """Return the exit code of the first abort in ``tail``, modulo 256; None if there is no abort, or for 0."""
     codes = [int(match[1]) & 0xFF for match in map(_ABORT.match, tail) if match]
     return next(iter(codes), 0) or None
 
 
 def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
-    """The lines that poprun prints at the end of a job, at most 15; none when all went well."""
+    """Return the lines to print at the end of a job, at most 15; no lines if everything went well."""
     failed = first_failure(end.statuses) or failed_while_leaving(end)
     has_followed = end.findings is not None and end.findings.has_launcher_followed
     # where the launcher itself has failed, shims were lost because of that
@@ -114,7 +114,7 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
 
 
 def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
-    """One line for each attempt of a job that was started more than once; none for a job of one attempt."""
+    """Return one line for each attempt of a job that was restarted; no lines for a job of one attempt."""
     if len(ends) == 1:
         return []
     return [
@@ -124,7 +124,7 @@ def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
 
 
 def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
-    """A warning when the instances of a job that ended well did not do what they were started for; else ""."""
+    """Return a warning if the instances of a job trained alone or without popdist; otherwise ""."""
     if not end.has_started:
         return ""
     num = plan.num_instances
@@ -162,24 +162,24 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
     findings = end.findings or Findings()
     verdict = findings.verdict
     shown = _shown_failure(end.statuses, failed, verdict)
-    said = findings.words_of(shown.index)
+    last = findings.words_of(shown.index)
     why = findings.reason_of(shown)
-    found = describe_verdict(verdict, plan.places)
+    verdict_lines = describe_verdict(verdict, plan.places)
     others = _describe_others(shown, end.statuses, findings.words, plan.places, verdict.victims)
     head = [
         _headline(end, failed, shown, plan, verdict),
         *([f"  {why}"] if why else []),
-        *(f"  {line}" for line in found),
+        *(f"  {line}" for line in verdict_lines),
     ]
     num_left = MAX_REPORT_LINES - len(head) - len(others)
-    excerpt = said.lines if len(said.lines) <= num_left else said.lines[len(said.lines) - num_left :]
-    if verdict.cause is Cause.MISMATCH and said.summary.startswith("popdist."):
+    excerpt = last.lines if len(last.lines) <= num_left else last.lines[len(last.lines) - num_left :]
+    if verdict.cause is Cause.MISMATCH and last.summary.startswith("popdist."):
         excerpt = ()  # popdist's error has the calls, and what to do, as ``found`` has
     return [*head, *(f"  | {line}" for line in excerpt), *(f"  {line}" for line in others)]
 
 
 def _shown_failure(statuses: Sequence[InstanceStatus], failed: InstanceStatus, verdict: Verdict) -> InstanceStatus:
-    """The failure to show: the culprit's, else the first one."""
+    """Return the failure to show: the culprit's failure, or else the first failure."""
     if not verdict.culprits or failed.index in verdict.culprits:
         return failed
     culprit = statuses[verdict.culprits[0]]
@@ -219,7 +219,7 @@ def _render_launcher_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
 
 
 def _render_late(end: JobEnd, plan: LaunchPlan) -> list[str]:
-    """Who was killed because it had not ended in time after poprun's request, unless Ctrl-C was pressed again."""
+    """Return who was killed for not ending in time after poprun's request; nothing after a second Ctrl-C."""
     late = [it.index for it in end.statuses if it.was_stopped and it.exit_code == -signal.SIGKILL]
     if not late or end.num_interrupts > 1:
         return []
@@ -229,9 +229,9 @@ def _render_late(end: JobEnd, plan: LaunchPlan) -> list[str]:
 
 
 def _render_survivors(survivors: Sequence[int]) -> str:
-    told = ", ".join(map(str, survivors[:_MAX_SURVIVORS]))
+    pids = ", ".join(map(str, survivors[:_MAX_SURVIVORS]))
     more = f" and {len(survivors) - _MAX_SURVIVORS} more" if len(survivors) > _MAX_SURVIVORS else ""
-    return f"these processes do not die: {told}{more}"
+    return f"these processes do not die: {pids}{more}"
 
 
 def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
@@ -241,7 +241,7 @@ def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
 
 
 def without_tracebacks(launcher_output: Sequence[str]) -> list[str]:
-    """The lines without Python's tracebacks: below a launcher only shims run Python before the program does."""
+    """Return the lines without Python's tracebacks, because below a launcher only shims run Python so early."""
     kept: list[str] = []
     is_inside = False
     for line in launcher_output:
@@ -259,7 +259,7 @@ def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[st
 
 
 def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
-    """The instances that had ended with 0 when the shims of others were lost, in a job of MPI."""
+    """Return the instances of an MPI job that had ended with 0 when the shims of other instances were lost."""
     lost = [it.exited_at_seconds or 0.0 for it in end.statuses if it.problem == SHIM_KILLED]
     if plan.mpi is None or not lost:
         return ()
@@ -268,7 +268,7 @@ def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
-    """Whether the launcher has failed only because a process of its own was killed."""
+    """Whether the launcher has failed only because one of its own processes was killed."""
     # of a shim, Hydra says so, and PRRTE ends with the code of SIGKILL
     failed = first_failure(end.statuses)
     if failed is None or (end.launcher_code or 0) < 0:
@@ -286,7 +286,7 @@ def explain(
     launcher_output: Sequence[str],
     kills_before: KillCounts | None,
 ) -> JobEnd:
-    """Print how the job ended, with the last lines (``tails``) of each standard error; the end and findings."""
+    """Print how the job ended; return the end with findings from the last lines (``tails``) of the programs."""
     left_early = _left_early(end, plan)
     statuses = blame_host(end.statuses, plan, launcher_output)
     end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))
@@ -318,7 +318,7 @@ def _describe_others(
     parallelism: Parallelism,
     victims: Collection[int],
 ) -> list[str]:
-    """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first."""
+    """Return at most ``MAX_OTHER_LINES`` lines about the instances besides ``failed``, failures first."""
     kind = kind_of_failure(failed, words)
     groups: dict[tuple[int, str], list[int]] = {}
     texts: dict[tuple[int, str], str] = {}
@@ -344,7 +344,7 @@ def _describe_others(
 
 
 def _has_failed_by_itself(status: InstanceStatus, words: Mapping[int, LastWords]) -> bool:
-    """Whether it failed by itself, also where poprun's request to end came while it was failing."""
+    """Whether an instance failed by itself, perhaps while poprun was asking it to end."""
     return status.has_failed or ((status.exit_code or 0) > 0 and bool(_summary(status, words)))
 
 

@@ -23,7 +23,7 @@ def report() -> None:
 
 
 def main() -> None:
-    """Run `poprun-report` with the words of this process and end it."""
+    """Run `poprun-report` with the arguments of this process, and end this process."""
     sys.exit(run_click(report, "poprun-report"))
 
 
@@ -46,11 +46,11 @@ def compare(before: str, after: str, *, fail_on_worse: bool) -> None:
 
     A difference is told if it is larger than the noise of both runs. Exit code 0: both could be compared.
     """
-    found = compare_jobs(_read(before), _read(after))
-    for warning in found.warnings:
+    comparison = compare_jobs(_read(before), _read(after))
+    for warning in comparison.warnings:
         log(f"warning: {warning}")
-    print_out(render_comparison(found, width=width(), has_color=has_color()))
-    if fail_on_worse and found.is_worse:
+    print_out(render_comparison(comparison, width=width(), has_color=has_color()))
+    if fail_on_worse and comparison.is_worse:
         click.get_current_context().exit(1)
 
 

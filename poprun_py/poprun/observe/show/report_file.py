@@ -43,7 +43,7 @@ def record_job(
     leases: Sequence[HeldLease] = (),
     given: LeasedDevices | None = None,
 ) -> JobRecord:
-    """The record of a job: its attempts, or the ``error`` for which poprun itself gave up."""
+    """Return the record of a job: its attempts, or the ``error`` for which poprun itself ended the job."""
     is_over = bool(error) or not ends or ends[-1].is_over
     return JobRecord(
         poprun_version=contract.VERSION,
@@ -61,7 +61,7 @@ def record_job(
 
 
 def render_job(job: JobRecord, plan: LaunchPlan | None) -> str:
-    """The report as JSON in ASCII, with the whole plan, and with each list of numbers on one line."""
+    """Return the report as JSON in ASCII, with the whole plan, and each list of numbers on one line."""
     values = {**write_record(job, version=VERSION), "plan": None if plan is None else plan_to_dict(plan)}
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(values, indent=1)) + "\n"
 
@@ -134,7 +134,7 @@ def _record_instance(
 
 
 def _phase_seconds(end: JobEnd, status: InstanceStatus) -> dict[str, float]:
-    """Where the time of an instance went, until now where it runs; empty where nobody has looked."""
+    """Return the seconds of each phase of an instance, until now if it runs; empty if nothing was measured."""
     began, ended = status.started_at_seconds, status.exited_at_seconds
     if status.counters is None or began is None:
         return {}

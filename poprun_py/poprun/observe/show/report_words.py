@@ -23,14 +23,14 @@ _MOST_SLOWDOWNS: Final = 8
 
 
 def render_report(job: JobRecord, *, width: int, has_color: bool) -> str:
-    """The whole report in at most ``width`` columns; coloured if ``has_color``."""
+    """Return the whole report in at most ``width`` columns; in colour if ``has_color``."""
     parts = chain(_job(job), *(_attempt(job, number) for number in range(len(job.attempts))))
     return terminal_text(*parts, width=width, has_color=has_color)
 
 
 def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
-    """The comparison: in the first line what differs, then all figures, and where differences come from."""
-    told = [f"{it.figure}: {_change(it)}" for it in found.differences if it.change is not Change.NONE]
+    """Return the comparison: the differences in the first line, all figures, and the causes of differences."""
+    changes = [f"{it.figure}: {_change(it)}" for it in found.differences if it.change is not Change.NONE]
     rows = [
         {
             "figure": it.figure,
@@ -42,17 +42,17 @@ def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
         for it in found.differences
     ]
     notes = [f"{it.figure}: {note}" for it in found.differences for note in it.notes]
-    head = "; ".join(told) or "no difference"
+    head = "; ".join(changes) or "no difference"
     return terminal_text(head, "", text_table(rows), "", *notes, width=width, has_color=has_color)
 
 
 def _change(difference: Difference) -> str:
-    """The change of a figure, such as ``10.7% slower``."""
+    """Return the change of a figure as text, such as ``10.7% slower``."""
     return f"{abs(difference.share):.1%} {difference.change}" if difference.is_known else difference.change
 
 
 def _job(job: JobRecord) -> Iterator[Text]:
-    """What was to run, and how it ended as a whole."""
+    """Yield the lines about the whole job: its program, its size and its end."""
     yield _fact("job", f"{job.job_id}, by poprun {job.poprun_version}")
     if job.plan is not None:
         plan = job.plan
@@ -65,7 +65,7 @@ def _job(job: JobRecord) -> Iterator[Text]:
 
 
 def _attempt(job: JobRecord, number: int) -> Iterator[Table | Text | str]:
-    """One attempt: its end, its instances, and where their time went."""
+    """Yield the lines about one attempt: its end, its instances, and the time of each phase."""
     attempt = job.attempts[number]
     yield ""
     name = f"attempt {number}" if len(job.attempts) > 1 else "run"
@@ -90,7 +90,7 @@ def _attempt(job: JobRecord, number: int) -> Iterator[Table | Text | str]:
 
 
 def _end_of(attempt: AttemptRecord) -> str:
-    """How an attempt ended, in a line."""
+    """Return how an attempt ended, in a line."""
     if not attempt.is_over:
         return "still running"
     if attempt.printed or not attempt.stop_reason:
@@ -99,16 +99,16 @@ def _end_of(attempt: AttemptRecord) -> str:
 
 
 def _verdict(verdict: Verdict) -> str:
-    """Who is at fault, where in the code, and since when the others waited, as far as it is known."""
-    who = [name_instances(verdict.culprits)] if verdict.culprits else []
+    """Return who is at fault, the place in the code, and since when the others waited, as far as known."""
+    names = [name_instances(verdict.culprits)] if verdict.culprits else []
     places = sorted({f"at {verdict.places[it]}" for it in verdict.culprits if it in verdict.places})
     since = [] if (began := verdict.since_epoch_seconds) is None else [f"since {utc(began)}"]
-    facts = ", ".join([*who, *places[:1], *since])
+    facts = ", ".join([*names, *places[:1], *since])
     return f"{verdict.cause}: {facts}" if facts else verdict.cause
 
 
 def _shown_instances(attempt: AttemptRecord) -> list[InstanceRecord]:
-    """The instances that are shown: all if they are few, else those that failed or were slow first."""
+    """Return the instances to show: all if they are few, otherwise failed or slow instances first."""
     verdict = attempt.verdict
     named = {*(it.instance for it in attempt.slowdowns), *(verdict.culprits if verdict else ())}
     named |= set() if attempt.first_failure is None else {attempt.first_failure}
@@ -123,7 +123,7 @@ def _cells(instance: InstanceRecord, attempt: AttemptRecord) -> Mapping[str, str
 
 
 def _shares(instance: InstanceRecord) -> Mapping[str, str]:
-    """The row of an instance: the share of its time that each phase took, by phase."""
+    """Return the row of an instance: the share of its time in each phase."""
     whole = sum(instance.phase_seconds.values()) or 1.0
     shares = {
         phase: f"{seconds / whole:.0%}" if seconds else "" for phase, seconds in instance.phase_seconds.items()
@@ -136,5 +136,5 @@ def _fact(label: str, value: str) -> Text:
 
 
 def _lines(label: str, lines: Sequence[str]) -> Iterator[Text]:
-    """Lines of which the first has a label."""
+    """Yield the lines; only the first line has the label."""
     yield from (_fact("" if number else label, line) for number, line in enumerate(lines))

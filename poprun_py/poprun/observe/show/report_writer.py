@@ -21,7 +21,7 @@ _LARGEST_SHARE: Final = 0.02  # of its time that poprun writes
 
 
 class ReportWriter:
-    """The files of a report; those that cannot be written in the middle of a job are told of once."""
+    """The files of a report. poprun warns once of a file that it cannot write while the job runs."""
 
     def __init__(self, files: Sequence[str], folder: str) -> None:
         self._paths = {file: os.path.join(folder, file) for file in files if file.endswith((PAGE, DATA))}
@@ -37,11 +37,11 @@ class ReportWriter:
                 raise UsageError(f"--report {file} cannot be written: {error.strerror}") from None
 
     def is_due(self, now_seconds: float) -> bool:
-        """Whether it is time to write how a running job stands."""
+        """Whether it is time to write the report of a running job again."""
         return now_seconds >= self._next_seconds
 
     def write(self, job: JobRecord, plan: LaunchPlan | None) -> None:
-        """Replace each file by one that tells of ``job``."""
+        """Replace each file by the report of ``job``."""
         began_seconds = time.monotonic()
         for file, path in self._paths.items():
             try:

@@ -71,7 +71,7 @@ def _verb(indices: Sequence[int], verb: str) -> str:
 
 
 def _describe_absence(progress: Progress, awaited_in: Collection[str]) -> str:
-    """What is known of instances that did not arrive, in words for one as for several."""
+    """Return what is known of instances that did not arrive, in words that fit one or several instances."""
     if not (progress.has_joined or progress.collective):
         return f"{'popdist' if set(awaited_in) != {FINALIZE} else FINALIZE} not called yet"
     parts = []
@@ -89,13 +89,15 @@ def _shorten(collective: str) -> str:
 
 
 def describe_verdict(verdict: Verdict, parallelism: Parallelism) -> list[str]:
-    """The verdict in at most ten lines, without the name of the failure: what is known, and what to try."""
+    """Return the verdict in at most ten lines: the evidence, and what to try; without the kind of failure."""
     lines = list(verdict.details)
     if verdict.cause is Cause.MISMATCH:
         who = name_with_place(verdict.culprits, parallelism) if verdict.culprits else ""
         verb = "differs" if len(verdict.culprits) == 1 else "differ"
-        told = f"{who} {verb} from the others" if who else "these differ, and nothing shows which of them is wrong"
-        lines.insert(0, told)
+        difference = (
+            f"{who} {verb} from the others" if who else "these differ, and nothing shows which of them is wrong"
+        )
+        lines.insert(0, difference)
     if len(lines) > MAX_LINES:
         lines = [*lines[: MAX_LINES - 1], f"… {len(lines) - MAX_LINES + 1} more …"]
     return [*lines, verdict.advice] if verdict.advice and not verdict.is_about_absence else lines
@@ -107,7 +109,7 @@ def render_stacks(
     max_groups: int | None = None,
     parallelism: Parallelism = _NOT_SHARED,
 ) -> list[str]:
-    """The stacks of all instances as lines; instances with equal stacks are shown once."""
+    """Return the stacks of all instances as lines; equal stacks are shown once."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, of_one in stacks.items():
         groups.setdefault(tuple(_render(of_one, read_line)), []).append(index)
@@ -138,7 +140,7 @@ def _render(stacks: Stacks, read_line: ReadLine) -> list[str]:
 
 
 def _is_idle(thread: Sequence[StackFrame]) -> bool:
-    """Whether a thread is that of a process group, and waits for the next call, or poprun's own."""
+    """Whether a thread belongs to poprun, or to a process group that waits for its next call."""
     if any(frame.file.endswith(_SAMPLER) for frame in thread):
         return True
     return bool(thread) and thread[-1].function == "_work" and thread[-1].file.endswith(_WORK_QUEUE)

@@ -45,14 +45,14 @@ class Rate:
 
 
 def rates(before: JobView | None, after: JobView) -> list[Rate]:
-    """The rate of each instance between two views of one job; unknown across a restart and with one view only."""
+    """Return the rate of each instance between two views; not known with one view or after a restart."""
     if before is None or before.restart_count != after.restart_count:
         return [Rate()] * len(after.instances)
     return [_rate(old, new) for old, new in zip(before.instances, after.instances, strict=True)]
 
 
 def _rate(before: InstanceView, after: InstanceView) -> Rate:
-    """The rate of one instance between two views."""
+    """Return the rate of one instance between two views."""
     if before.looked_at_seconds is None or after.looked_at_seconds is None:
         return Rate()
     seconds = after.looked_at_seconds - before.looked_at_seconds
@@ -68,7 +68,7 @@ def _steps(view: InstanceView) -> int:
 
 
 def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Group:
-    """The job in at most ``height`` lines of ``width``: a title, and a row for each instance that fits."""
+    """Return the job in at most ``height`` lines of ``width``: a title, and rows for the instances that fit."""
     words = wrap(visible(job.slow), width, max_lines=_LINES_OF_SLOW, placeholder=" …")
     slow = [Text(fit(line, width), style="yellow") for line in words]
     shown = _most_telling(job, max(1, height - _LINES_AROUND - len(slow)))
@@ -91,7 +91,7 @@ def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Gro
 
 
 def fit(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns: cut between words, or within one that is wider than that."""
+    """Return ``text`` cut to ``width`` columns, between words if the first word fits."""
     if cell_len(text) <= width:
         return text
     start = set_cell_size(text, max(0, width - 1)).rstrip()
@@ -101,7 +101,7 @@ def fit(text: str, width: int) -> str:
 
 
 def _narrow(kept: Sequence[str], rows: Sequence[Row], width: int) -> list[str]:
-    """The columns that fit; states are cut to one word before further columns are dropped."""
+    """Return the columns that fit; states are cut to one word before more columns are left out."""
     kept = list(kept)
     for heading in _FIRST_TO_GO:
         if _width_of(kept, rows) <= width:
@@ -151,7 +151,7 @@ def _title(job: JobView, width: int) -> list[Text]:
 
 
 def _most_telling(job: JobView, num_rows: int) -> list[int]:
-    """The indices of the instances to show: all, or those that failed and those furthest behind."""
+    """Return the indices of the instances to show: all if there is room, else failed and slowest instances."""
     if len(job.instances) <= num_rows:
         return list(range(len(job.instances)))
 
@@ -181,7 +181,7 @@ def _cells(instance: InstanceView, rate: Rate, place: Mapping[str, int]) -> Row:
 
 
 def _state(instance: InstanceView) -> tuple[str, str]:
-    """The state in words, and its colour."""
+    """Return the state of an instance in words, and the colour of the words."""
     if instance.exit_code:
         kind = f"exit code {instance.exit_code}" if instance.exit_code > 0 else f"signal {-instance.exit_code}"
         return kind, "red"

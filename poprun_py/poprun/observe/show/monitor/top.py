@@ -57,7 +57,7 @@ class RunningJob:
 
 
 def running_jobs() -> list[RunningJob]:
-    """The jobs of this user in this network namespace, by process id as seen here; a click error without /proc."""
+    """Return this user's jobs in this network namespace, by process id. Raises ClickException without /proc."""
     try:
         text = Path(_SOCKETS).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -71,7 +71,7 @@ def running_jobs() -> list[RunningJob]:
 
 @contextmanager
 def _connected(address: str) -> Iterator[socket.socket]:
-    """A connection to the control socket ``address``; an OSError if nobody listens there, or another user does."""
+    """Yield a connection to the control socket ``address``. Raises OSError if no job of this user listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         connection.connect(abstract_address(address))
@@ -81,7 +81,7 @@ def _connected(address: str) -> Iterator[socket.socket]:
 
 
 def watch(job: RunningJob) -> Iterator[JobView]:
-    """Every view that the job sends until it ends; an OSError or a ProtocolError where it cannot be read."""
+    """Yield every view that the job sends until it ends. Raises OSError or ProtocolError if reading fails."""
     with _connected(job.address) as connection:
         connection.sendall(encode({"event": VIEW_EVENT}))
         connection.settimeout(_SILENCE_SECONDS)
@@ -157,12 +157,12 @@ def _keys() -> Iterator[Iterator[str]]:
 
 
 def main() -> None:
-    """Run `poprun-top` with the words of this process and end it."""
+    """Run `poprun-top` with the arguments of this process, and end this process."""
     sys.exit(run_click(command, "poprun-top"))
 
 
 def attach(pid: int) -> None:
-    """Draw the job of the poprun with process id ``pid`` until it ends; the terminal's Ctrl-C is that poprun's."""
+    """Draw the job of the poprun with process id ``pid`` until the job ends; Ctrl-C is left to poprun."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_any_letter()
     for job in running_jobs():
@@ -190,7 +190,7 @@ def _show(job: RunningJob) -> None:
 
 
 def draw_views(views: Iterable[JobView], console: Console, *, is_transient: bool) -> None:
-    """Draw one view after the other at the end of a terminal, each in the place of the one before."""
+    """Draw views at the end of a terminal; each view replaces the view before."""
     recent: deque[JobView] = deque(maxlen=_VIEWS_OF_A_RATE)
     size = console.size
     live = Live(console=console, auto_refresh=False, transient=is_transient)

@@ -12,7 +12,7 @@ from poprun.plan.render.picture.documents import html_page
 
 
 def render_page(job: JobRecord, plan: LaunchPlan | None) -> str:
-    """The record of a job as an HTML document, with a picture of its plan."""
+    """Return the record of a job as an HTML document, with a picture of its plan."""
     picture_css = files("poprun.plan.render.picture").joinpath("picture.css").read_text(encoding="utf-8")
     css = f"{_file('report.css')}.picture {{\n{picture_css}}}\n"
     return html_page(

@@ -51,13 +51,13 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """All of them."""
+        """All values of the line."""
         return [value for part in self.parts for _, value in part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A quantity over the time of a job."""
+    """A quantity over the time of a job, with a line for each instance."""
 
     title: str
     unit: str
@@ -67,14 +67,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """What an axis shows."""
+    """The range and the labels of an axis."""
 
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """Return where a value lies on the axis, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -86,7 +86,7 @@ def charts_of(attempts: Sequence[AttemptRecord], offsets: Sequence[float]) -> li
 
 
 def _curves_in(attempt: AttemptRecord) -> Iterator[Mapping[str, Curve]]:
-    """Yield the curves of an attempt, and those of its instances."""
+    """Yield the curves of an attempt, then the curves of its instances."""
     yield attempt.curves
     yield from (it.curves for it in attempt.instances)
 
@@ -97,7 +97,7 @@ def _order(name: str) -> tuple[bool, bool, int, str]:
 
 
 def _chart(name: str, attempts: Sequence[AttemptRecord], offsets: Sequence[float]) -> Chart:
-    """The chart of the curve ``name``: a line for each instance that has it, or three that stand for many."""
+    """Return the chart of the curve ``name``: a line for each instance, or three lines for many instances."""
 
     def line(label: str, style: str, key: str, holders: Sequence[AttemptRecord | InstanceRecord]) -> Line:
         curves = [(offset, it.curves.get(name)) for offset, it in zip(offsets, holders, strict=True)]
@@ -131,16 +131,16 @@ def _chart(name: str, attempts: Sequence[AttemptRecord], offsets: Sequence[float
 
 
 def _names_of_instances(count: int) -> Iterator[tuple[str, str]]:
-    """The name and the class of the line of each instance."""
+    """Yield the name and the class of each instance's line."""
     for index in range(count):
         style = f"h{index % NUM_HUES}" + (" dashed" if index >= NUM_HUES else "")
         yield f"instance {index}" if count > 1 else "", style
 
 
 def _last_value(curve: Curve) -> str:
-    """The value at the end, as text; a report has a number that JSON lacks, such as ``nan``, as text."""
-    known = [it for it in curve.middle if it is not None] if curve.last is None else [curve.last]
-    last = known[-1] if known else ""
+    """Return the value at the end as text; a report contains ``nan``, which JSON lacks, as text."""
+    known_values = [it for it in curve.middle if it is not None] if curve.last is None else [curve.last]
+    last = known_values[-1] if known_values else ""
     return last if isinstance(last, str) else f"{last:.4g}"
 
 
@@ -159,12 +159,12 @@ def render_charts(charts: Sequence[Chart], seconds: float, breaks: Sequence[floa
 
 
 def _legend(chart: Chart) -> str:
-    """Return the names of the lines of a chart, each in its colour; empty where there is one line only."""
+    """Return the names of a chart's lines, each name in its colour; empty if there is only one line."""
     return "".join(element("span", escaped(it.name), class_=f"key {it.style}") for it in chart.lines if it.name)
 
 
 def _prepared(chart: Chart, group: int) -> Chart:
-    """The chart in a unit that suits its values, with one point for each ``group`` of neighbours: their mean."""
+    """Return the chart in a suitable unit, with the mean of each ``group`` of neighbours as one point."""
     unit, factor = chart.unit, 1
     if unit == "bytes":
         unit, factor = unit_of_bytes(max((it for line in chart.lines for it in line.values), default=0.0))
@@ -178,7 +178,7 @@ def _prepared(chart: Chart, group: int) -> Chart:
 
 
 def _render(chart: Chart, times: _Scale, breaks: Sequence[float], *, above: str) -> str:
-    """Return one chart; without its legend if the legend stands ``above`` all charts."""
+    """Return one chart; the chart has no legend if its legend is already ``above`` all charts."""
     values = _value_scale([it for line in chart.lines for it in line.values], chart.unit)
     labels = [
         _label("x far" if times.place(at) > _FAR else "x", "left", times.place(at), it) for at, it in times.ticks
@@ -216,7 +216,7 @@ def _render(chart: Chart, times: _Scale, breaks: Sequence[float], *, above: str)
 
 
 def _drawing(chart: Chart, times: _Scale, values: _Scale, breaks: Sequence[float]) -> str:
-    """The curves over the lines of the grid, a mark at each of ``breaks``, and the areas between bounds."""
+    """Return the curves over the grid, a mark at each of ``breaks``, and the areas between bounds."""
     rules = "".join(f"M0 {_down(values.place(tick))}H{_GRID}" for tick, _ in values.ticks)
     marks = "".join(f"M{round(times.place(at) * _GRID)} 0V{_GRID}" for at in breaks)
     bounds = [line.parts for line in chart.lines if line.style == "bound"]
@@ -250,7 +250,7 @@ def _label(axis: str, side: str, share: float, words: str) -> str:
 
 
 def _value_scale(values: Sequence[float], unit: str) -> _Scale:
-    """From below the least value to above the largest one; from 0 for what has a unit."""
+    """Return an axis from the least to the largest value; from 0 if the values have a unit."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if unit:
         low, high = min(0.0, low), max(0.0, high)
@@ -266,7 +266,7 @@ def _value_scale(values: Sequence[float], unit: str) -> _Scale:
 
 
 def _nice(step: float) -> float:
-    """The next greater number of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return the next number not below ``step`` that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(it * power for it in _MANTISSAS if it * power >= step * (1 - 1e-9))
 

@@ -24,7 +24,7 @@ _LETTERS_OF_LINES: Final = 400_000  # of all instances
 
 
 def name_of(job: JobRecord) -> str:
-    """The name of a job: its program, or its id where there is none."""
+    """Return the name of a job: its program, or its id if it has no program."""
     program = job.plan.program if job.plan else ()
     if not program:
         return f"job {job.job_id}"
@@ -32,7 +32,7 @@ def name_of(job: JobRecord) -> str:
 
 
 def render_sections(job: JobRecord, plan: LaunchPlan | None) -> Iterator[str]:
-    """Every part of the page, in order."""
+    """Yield every part of the page, in order."""
     time = find_job_time(job.attempts) if job.attempts else None
     yield _header(job, plan, time)
     yield "<main>"
@@ -79,7 +79,7 @@ def _state_of(job: JobRecord) -> tuple[str, str]:
 
 
 def _figures(job: JobRecord, time: JobTime) -> str:
-    """What is asked first, in large letters."""
+    """Return the most important figures, in large letters."""
     instances = job.attempts[-1].instances
     steps = [it.num_steps for it in instances if it.num_steps is not None]
     peaks = [it.peak_memory_bytes or 0 for it in instances]
@@ -100,7 +100,7 @@ def _figures(job: JobRecord, time: JobTime) -> str:
 
 
 def _end(job: JobRecord) -> str:
-    """How the job and its attempts ended; empty for one that runs, or ended well at once."""
+    """Return how the job and its attempts ended; empty if the job runs or ended well in one attempt."""
     attempts = job.attempts
     parts = [_text(job.error)]
     if len(attempts) == 1:
@@ -121,12 +121,12 @@ def _attempt(number: int, attempt: AttemptRecord) -> str:
 
 
 def _printed_end(attempt: AttemptRecord) -> str:
-    """What poprun has printed of an attempt's end, else why it stopped it."""
+    """Return the lines that poprun printed at an attempt's end, or else why poprun stopped the attempt."""
     return "\n".join(attempt.printed) or str(attempt.stop_reason)
 
 
 def _text(text: str) -> str:
-    """A text as it is, line by line; empty for an empty one."""
+    """Return a text as preformatted lines; an empty text if ``text`` is empty."""
     return element("pre", escaped(text)) if text else ""
 
 
@@ -160,7 +160,7 @@ def _time(time: JobTime) -> Iterator[str]:
 
 def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
     shares = {part: it / elapsed for part, it in seconds.items() if elapsed and it / elapsed > _LEAST_SHARE}
-    told = ", ".join(f"{PARTS[part]} {share:.1%}" for part, share in shares.items())
+    label = ", ".join(f"{PARTS[part]} {share:.1%}" for part, share in shares.items())
     parts = [
         element(
             "i",
@@ -171,11 +171,11 @@ def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
         )
         for part, share in shares.items()
     ]
-    return element("div", *(parts or [" "]), class_="parts", role="img", aria_label=f"{name}: {told}")
+    return element("div", *(parts or [" "]), class_="parts", role="img", aria_label=f"{name}: {label}")
 
 
 def _remarks(attempts: Sequence[AttemptRecord]) -> str:
-    """Who was slow, and what the user was warned of, by attempt."""
+    """Return the slowdowns and the warnings of all attempts."""
     rows = [
         element("li", escaped(f"attempt {number}: {words}" if len(attempts) > 1 else words))
         for number, attempt in enumerate(attempts)
@@ -185,7 +185,7 @@ def _remarks(attempts: Sequence[AttemptRecord]) -> str:
 
 
 def _table(attempt: AttemptRecord) -> str:
-    """The instances of the last attempt; the page's script sorts them."""
+    """Return the table of the last attempt's instances, which the page's script can sort."""
     rows = [instance_cells(it, attempt) for it in attempt.instances]
     shown = [name for name in rows[0] if any(row[name].text for row in rows)]
     head = [
@@ -209,12 +209,12 @@ def _cell(column: str, cell: Cell) -> str:
 
 
 def _last_lines(attempt: AttemptRecord) -> str:
-    told = [it for it in attempt.instances if it.last_lines or it.excerpt]
-    if not told:
+    with_lines = [it for it in attempt.instances if it.last_lines or it.excerpt]
+    if not with_lines:
         return element("p", "The programs printed nothing that poprun has kept.", class_="faint")
-    most = max(3, _LETTERS_OF_LINES // (_LETTERS_OF_A_LINE * len(told)))
+    most = max(3, _LETTERS_OF_LINES // (_LETTERS_OF_A_LINE * len(with_lines)))
     details = []
-    for instance in told:
+    for instance in with_lines:
         printed = (instance.last_lines or instance.excerpt)[-most:]
         summary = element("summary", f"last lines of instance {instance.index}")
         is_first = instance.index == attempt.first_failure

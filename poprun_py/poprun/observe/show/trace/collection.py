@@ -51,7 +51,7 @@ Rounds = Mapping[str, Sequence[Exchange]]
 
 @dataclass(frozen=True, slots=True)
 class InstanceClock:
-    """How an instance's own times become poprun's."""
+    """The conversion of an instance's times to poprun's clock."""
 
     to_ours: Callable[[int], int]
     offset_seconds: float  # of the program's clock, when its window began
@@ -60,7 +60,7 @@ class InstanceClock:
 
 
 def prepare_folder(plan: LaunchPlan, job_id: str, restart_count: int) -> None:
-    """Make the folder in which the programs of an attempt leave what they record; a UsageError if it cannot be."""
+    """Make the folder for the recordings of an attempt. Raises UsageError if the folder cannot be made."""
     check_folder_name("--trace", job_id)
     parts = plan.trace_parts(job_id, restart_count)
     try:
@@ -80,7 +80,7 @@ def collect_trace(
     rounds: Rounds | None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str]:
-    """Merge what an attempt has recorded; yields the lines that tell the user about it.
+    """Merge the recordings of an attempt; yield the lines to print about the trace.
 
     ``rounds`` are the exchanges with the clocks of other hosts; None for an attempt that started no program.
     ``is_stopped`` says whether the user has ended the merging.
@@ -115,14 +115,14 @@ def _size_of(folder: str) -> int:
 
 
 def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock | None:
-    """The clock of a program, by its own exchanges and those of its host, if that is another; None if unknown."""
+    """Return a program's clock, from its own exchanges and the exchanges of another host; None if unknown."""
     if not about.exchanges or (rounds is not None and not rounds):
         return None
-    own = fit_clock(about.exchanges)
+    own_fit = fit_clock(about.exchanges)
     if rounds is None:
-        uncertainty = own.uncertainty_seconds
-        return InstanceClock(own.to_theirs, -own.offset_at(about.begun_ns), -own.drift, uncertainty)
-    begun_ns, ended_ns = own.to_theirs(about.begun_ns), own.to_theirs(about.ended_ns)
+        uncertainty = own_fit.uncertainty_seconds
+        return InstanceClock(own_fit.to_theirs, -own_fit.offset_at(about.begun_ns), -own_fit.drift, uncertainty)
+    begun_ns, ended_ns = own_fit.to_theirs(about.begun_ns), own_fit.to_theirs(about.ended_ns)
     ended_ns = max(begun_ns, ended_ns)  # a clock that was set back in between
     after = next((number for number, it in enumerate(rounds) if it.answered_ns > ended_ns), len(rounds))
     before = next((number for number, it in enumerate(rounds) if it.answered_ns >= begun_ns), len(rounds))
@@ -131,16 +131,16 @@ def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock |
     outside_ns = max(0, near[0].answered_ns - begun_ns, ended_ns - near[-1].answered_ns)
     drift_outside = outside_ns / _SECOND * (host.drift_uncertainty or _UNKNOWN_DRIFT)
     return InstanceClock(
-        lambda at_ns: host.to_ours(own.to_theirs(at_ns)),
+        lambda at_ns: host.to_ours(own_fit.to_theirs(at_ns)),
         (about.begun_ns - host.to_ours(begun_ns)) / _SECOND,
-        host.drift - own.drift,
-        own.uncertainty_seconds + host.uncertainty_seconds + drift_outside,
+        host.drift - own_fit.drift,
+        own_fit.uncertainty_seconds + host.uncertainty_seconds + drift_outside,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What is known of an instance of the trace before its events are read."""
+    """The facts about an instance of the trace before its events are read."""
 
     about: About
     clock: InstanceClock
@@ -148,7 +148,7 @@ class Traced:
 
 
 class Merging:
-    """Merges the recordings of the instances of an attempt into one file."""
+    """The merging of all recordings of an attempt into one file."""
 
     def __init__(self, plan: LaunchPlan, parts: str, rounds: Rounds, is_stopped: Callable[[], bool]) -> None:
         self._plan = plan
@@ -156,8 +156,8 @@ class Merging:
         self._is_stopped = is_stopped
         self.problems: dict[str, list[int]] = defaultdict(list)  # instances by what is wrong with their recordings
         self.is_damaged = False  # whether one of them cannot be read
-        found = {index: self._read_traced(index, rounds) for index in range(plan.num_instances)}
-        self._traced = {index: it for index, it in found.items() if it is not None}
+        traced = {index: self._read_traced(index, rounds) for index in range(plan.num_instances)}
+        self._traced = {index: it for index, it in traced.items() if it is not None}
         self._joint = find_joint_calls({index: it.calls for index, it in self._traced.items()})
         begins_ns = (it.clock.to_ours(it.about.begun_ns) for it in self._traced.values())
         self._origin_ns = min(begins_ns, default=0)
@@ -204,7 +204,7 @@ class Merging:
         self.problems[f"it cannot be read: {error}; it stays in {self._parts}"].append(index)
 
     def write(self, folder: str) -> TraceTable | None:
-        """Write the trace and its table; None if there is nothing to merge."""
+        """Write the trace and its table; return the table, or None if there is nothing to merge."""
         if not self._traced:
             return None
         file = os.path.join(self._parts, TRACE_FILE)
@@ -218,7 +218,7 @@ class Merging:
         return table
 
     def _describe(self) -> dict[str, object]:
-        """What the file says of itself: how the clocks were aligned, and how well."""
+        """Return what the file says about itself: how the clocks were aligned, and how exactly."""
         clocks = {
             index: {
                 "host": self._plan.instance(index).host,
@@ -231,7 +231,7 @@ class Merging:
         return {"version": VERSION, "clock": _METHOD, "zero_epoch_ns": self._origin_ns, "instances": clocks}
 
     def _events(self) -> Iterator[Mapping[str, object]]:
-        """The events of all instances, one after the other: all together may be more than the memory holds."""
+        """Yield the events of all instances, one instance at a time, because memory may not hold all events."""
         calls = {}
         for index, traced in self._traced.items():
             try:

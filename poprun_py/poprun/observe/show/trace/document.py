@@ -30,7 +30,7 @@ _OPTIMIZER: Final = "Optimizer."
 def instance_events(
     index: int, title: str, recorded: Recorded, thread: str, calls: Sequence[Call], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """The events of one instance: its own, the phases of its main ``thread``, and its collectives."""
+    """Yield the events of one instance: its own, the phases of its main ``thread``, and its collectives."""
     placed = lanes_of(calls)
     num_lanes = 1 + max((lane for lane, _ in placed), default=0)
     rows = sorted(recorded.row_names.items(), key=lambda it: (it[0] != thread, it[1]))
@@ -47,12 +47,12 @@ def instance_events(
 
 
 def _place(index: int, number: int) -> dict[str, int]:
-    """The place of an instance's row; Perfetto takes process 0 for the kernel's idle process."""
+    """Return the numbers of an instance's row; process 0 is left to Perfetto's idle process."""
     return {"pid": 1 + index, "tid": 1 + index * _ROWS_PER_INSTANCE + number}
 
 
 def _titles(index: int, title: str, names: Mapping[str, str], places: Places) -> Iterator[dict[str, object]]:
-    """The events that name and order an instance's process and its rows."""
+    """Yield the events that name and order an instance's process and its rows."""
     process = {"ph": "M", "pid": 1 + index}
     yield {**process, "name": "process_name", "args": {"name": title}}
     yield {**process, "name": "process_sort_index", "args": {"sort_index": index}}
@@ -65,8 +65,8 @@ def _titles(index: int, title: str, names: Mapping[str, str], places: Places) ->
 def joint_events(
     joint_calls: Mapping[CallKey, Arrivals], calls: Mapping[int, Iterable[Call]], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """An arrow for each collective, from the instance that came first to the last, among those with ``calls``."""
-    lanes = {index: {call.key: lane for lane, call in lanes_of(own)} for index, own in calls.items()}
+    """Yield an arrow for each collective, from the instance that called it first to the last instance."""
+    lanes = {index: {call.key: lane for lane, call in lanes_of(own_calls)} for index, own_calls in calls.items()}
     for number, (key, arrivals) in enumerate(joint_calls.items()):
         came = sorted((at, instance) for instance, at in arrivals.items() if key in lanes.get(instance, ()))
         if len(came) > 1:
@@ -77,7 +77,7 @@ def joint_events(
 
 
 def lanes_of(calls: Iterable[Call]) -> list[tuple[int, Call]]:
-    """Each call with the first row that is free when it begins: several may be on their way at once."""
+    """Return each call with the first row that is free when the call begins; calls may overlap."""
     free_at: list[int] = []
     placed = []
     for call in sorted(calls, key=lambda it: it.begin_ns):
@@ -92,8 +92,8 @@ def _lane(number: int) -> str:
 
 
 def phases_of(slices: Sequence[Slice], thread: str, calls: Sequence[Call]) -> list[Slice]:
-    """The phases of a loop, by what its main thread and autograd's threads do; what is alike is joined."""
-    made: list[Slice] = []
+    """Return the phases of the training loop, from the main thread's and autograd's operations."""
+    phases: list[Slice] = []
     waits = [
         Slice(thread, it.name, "wait", it.begin_ns, it.end_ns, {})
         for it in calls
@@ -101,16 +101,16 @@ def phases_of(slices: Sequence[Slice], thread: str, calls: Sequence[Call]) -> li
     ]
     for one in sorted((*_outermost(slices, thread), *waits), key=lambda it: it.begin_ns):
         phase = _phase(one)
-        begin_ns = max(one.begin_ns, made[-1].end_ns) if made else one.begin_ns
-        if made and made[-1].name == phase:
-            made[-1] = made[-1]._replace(end_ns=max(made[-1].end_ns, one.end_ns))
+        begin_ns = max(one.begin_ns, phases[-1].end_ns) if phases else one.begin_ns
+        if phases and phases[-1].name == phase:
+            phases[-1] = phases[-1]._replace(end_ns=max(phases[-1].end_ns, one.end_ns))
         elif one.end_ns > begin_ns:
-            made.append(Slice(_PHASES, phase, "phase", begin_ns, one.end_ns, {}))
-    return made
+            phases.append(Slice(_PHASES, phase, "phase", begin_ns, one.end_ns, {}))
+    return phases
 
 
 def _outermost(slices: Sequence[Slice], thread: str) -> Iterator[Slice]:
-    """Operations that no other one has called: the main thread's, and autograd's in other threads."""
+    """Yield operations that no other operation called: of the main thread, and of autograd's threads."""
     end_ns = 0
     for one in slices:
         is_own = one.row == thread and (one.category == "cpu_op" or one.name.startswith((DATA_NAME, _OPTIMIZER)))
@@ -138,7 +138,7 @@ def _slice(one: Slice, origin_ns: int) -> dict[str, object]:
 
 
 def _arrows(index: int, arrows: Iterable[Arrow], places: Places, origin_ns: int) -> Iterator[dict[str, object]]:
-    """Torch's own arrows, with numbers that no other instance has; those that lack an end are left out."""
+    """Yield torch's own arrows with numbers that are unique in the file; arrows without both ends are left out."""
     ends: dict[tuple[str, int], list[Arrow]] = {}
     for one in arrows:
         ends.setdefault((one.name, one.number), []).append(one)
@@ -156,7 +156,7 @@ def _microseconds(nanoseconds: float) -> float:
 
 
 def write_document(about: Mapping[str, object], events: Iterable[Mapping[str, object]]) -> Iterator[str]:
-    """The pieces of the whole text."""
+    """Yield the pieces of the file's text."""
     yield f'{{"displayTimeUnit":"ms","poprun":{json.dumps(about)},"traceEvents":[\n'
     separator = ""
     for event in events:

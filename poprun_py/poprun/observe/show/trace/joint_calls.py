@@ -16,15 +16,15 @@ def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arriv
     """Return the collectives that all instances of a group called in the window, with the times of their calls."""
     arrivals: dict[CallKey, dict[int, int]] = defaultdict(dict)
     members: dict[str, set[int]] = defaultdict(set)
-    for instance, own in calls.items():
-        for call in own:
+    for instance, own_calls in calls.items():
+        for call in own_calls:
             arrivals[call.key][instance] = call.begin_ns
             members[call.group].add(instance)
     return {key: came for key, came in arrivals.items() if len(came) > 1 and came.keys() == members[key[0]]}
 
 
 def with_ends(calls: Iterable[Call], slices: Iterable[Slice]) -> list[Call]:
-    """The calls that have ended in the window, with their ends: those of their work in other threads, or on a GPU.
+    """Return the calls that have ended in the window, with the end of their work in a thread or on a GPU.
 
     A group does its collectives in the order in which they were called.
     """

@@ -28,7 +28,7 @@ _NS_PER_US: Final = 1000
 
 
 class Slice(NamedTuple):
-    """An operation, from its begin to its end, on a row: a thread, or a stream of a GPU."""
+    """An operation from its begin to its end, on a row, which is a thread or a stream of a GPU."""
 
     row: str
     name: str
@@ -39,7 +39,7 @@ class Slice(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """One end of an arrow that torch has drawn, such as from a forward operation to its backward one."""
+    """One end of an arrow of torch, such as from a forward operation to its backward operation."""
 
     row: str
     name: str
@@ -50,7 +50,7 @@ class Arrow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a program tells of its recording, beside the events."""
+    """What a program reports about its recording, besides the events."""
 
     pid: int
     num_steps: int  # optimizer steps until it wrote this
@@ -73,7 +73,7 @@ class Recorded:
 
 
 def read_about(text: str) -> About:
-    """What ``text``, which a program wrote, tells of its recording; a ValueError if it is damaged."""
+    """Return what a program's ``text`` says about its recording. Raises ValueError if the text is damaged."""
     values = _object(text)
     try:
         pid, num_steps, problem = int(values["pid"]), int(values["num_steps"]), str(values["problem"])
@@ -120,7 +120,7 @@ def _popdist_group(members: Sequence[int]) -> str:
 
 
 def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[int], int]) -> Recorded:
-    """What torch's profiler and the loaders' workers wrote, by poprun's clock; a ValueError if damaged."""
+    """Return the events of torch's profiler and the loaders' workers. Raises ValueError if they are damaged."""
     names = {thread: "main thread"}
     slices, arrows = _read_profile(profile, names)
     loads = _read_workers(workers)
@@ -136,7 +136,7 @@ def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[in
 
 
 def _read_profile(text: str, names: dict[str, str]) -> tuple[list[Slice], list[Arrow]]:
-    """The events in what torch's profiler wrote, without those about itself; adds the names of their rows."""
+    """Return the events in the text of torch's profiler, without its own; add the rows' names to ``names``."""
     values = _object(text)
     slices, arrows = [], []
     try:
@@ -155,14 +155,18 @@ def _read_profile(text: str, names: dict[str, str]) -> tuple[list[Slice], list[A
 
 def _slice(event: Mapping[str, Any], base_ns: int, names: dict[str, str]) -> Slice:
     begin_ns = base_ns + round(event["ts"] * _NS_PER_US)
-    category, given = event["cat"], event.get("args", {})
-    arguments = {key: given[key] for key in _KEPT_ARGUMENTS if key in given} if category in GPU_CATEGORIES else {}
+    category, arguments_of_torch = event["cat"], event.get("args", {})
+    arguments = (
+        {key: arguments_of_torch[key] for key in _KEPT_ARGUMENTS if key in arguments_of_torch}
+        if category in GPU_CATEGORIES
+        else {}
+    )
     row = _row(event, names)
     return Slice(row, event["name"], category, begin_ns, begin_ns + round(event["dur"] * _NS_PER_US), arguments)
 
 
 def _row(event: Mapping[str, Any], names: dict[str, str]) -> str:
-    """The row of an event: a thread, or a stream of a GPU, whose process is the number of the GPU."""
+    """Return the row of an event: a thread, or a stream of a GPU, whose process is the GPU's number."""
     is_of_gpu = event["cat"] in GPU_CATEGORIES or (event["cat"] == "ac2g" and event["ph"] == "f")
     row = f"gpu {event['pid']} {event['tid']}" if is_of_gpu else str(event["tid"])
     names.setdefault(row, f"GPU {event['pid']} stream {event['tid']}" if is_of_gpu else f"thread {row}")
@@ -170,7 +174,7 @@ def _row(event: Mapping[str, Any], names: dict[str, str]) -> str:
 
 
 def _read_workers(text: str) -> list[Slice]:
-    """What the workers of loaders have loaded; lines that are damaged are left out."""
+    """Return the operations of the loaders' workers; damaged lines are left out."""
     slices = []
     for line in text.splitlines():
         with suppress(ValueError, TypeError):
@@ -180,16 +184,16 @@ def _read_workers(text: str) -> list[Slice]:
 
 
 def _nested(slices: Iterable[Slice]) -> list[Slice]:
-    """The slices by row and time; one that begins within another ends within it: torch rounds their lengths."""
-    made: list[Slice] = []
+    """Return the slices by row and time, cut so that they are nested: torch rounds their lengths."""
+    nested: list[Slice] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda it: (it.row, it.begin_ns, -it.end_ns)):
         while around and (around[-1].row != one.row or around[-1].end_ns <= one.begin_ns):
             around.pop()
         end_ns = min(one.end_ns, around[-1].end_ns) if around else one.end_ns
         around.append(one._replace(end_ns=max(one.begin_ns, end_ns)))
-        made.append(around[-1])
-    return made
+        nested.append(around[-1])
+    return nested
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ runs; a collective waits for an instance that has not called it; a collective ru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation of torch on all instances, or of a GPU where there is one."""
+    """An operation of torch on all instances, or of their GPUs if there are GPUs."""
 
     name: Annotated[str, visible]
     num_calls: int
@@ -59,7 +59,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceTable:
-    """Where the time of a trace went."""
+    """The time of all traced steps, by instance and by operation."""
 
     num_steps: int
     num_collectives: int
@@ -68,7 +68,7 @@ class TraceTable:
 
 
 def read_table(text: str, source: str) -> TraceTable:
-    """The table in ``text``, which poprun wrote into the folder ``source``; a PlanError if it is none."""
+    """Return the table in ``text``, which poprun wrote into the folder ``source``. Raises PlanError if damaged."""
     try:
         return read_record(TraceTable, parse_json(text), source, noun="a trace's table", version=VERSION)
     except ValueError as error:
@@ -83,15 +83,15 @@ def where_time_went(
     calls: Sequence[Call],
     joint_calls: Mapping[CallKey, Arrivals],
 ) -> InstanceTimes:
-    """The parts of a window: what the main ``thread`` of an instance does, or its GPUs where they do anything."""
+    """Return the parts of a window, from an instance's main ``thread``, or from its GPUs if it uses GPUs."""
     kernels = [it for it in slices if it.category == "kernel"]
     if kernels:
         busy = _spans(it for it in kernels if _COLLECTIVE_KERNEL not in it.name.lower())
         communicating = _spans(it for it in kernels if _COLLECTIVE_KERNEL in it.name.lower())
     else:
-        own = [it for it in slices if it.row == thread and it.category == "cpu_op"]
-        busy = _spans(it for it in own if not it.name.startswith(COLLECTIVE_NAME))
-        communicating = _spans(it for it in own if it.name.startswith(COLLECTIVE_NAME))
+        own_slices = [it for it in slices if it.row == thread and it.category == "cpu_op"]
+        busy = _spans(it for it in own_slices if not it.name.startswith(COLLECTIVE_NAME))
+        communicating = _spans(it for it in own_slices if it.name.startswith(COLLECTIVE_NAME))
     collectives = [*communicating, *((it.begin_ns, it.end_ns) for it in calls)]
     waiting = [
         (it.begin_ns, min(it.end_ns, int(arrivals[last_of(arrivals)])))
@@ -115,7 +115,7 @@ def where_time_went(
 
 
 def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Counter[str]) -> None:
-    """Add the number of calls of each operation, and their time without that of the operations they call."""
+    """Add each operation's number of calls, and its time without the operations that it calls."""
     category = "kernel" if any(it.category == "kernel" for it in slices) else "cpu_op"
     around: list[Slice] = []
     for one in slices:
@@ -131,7 +131,7 @@ def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Coun
 
 
 def costliest(num_calls: Mapping[str, int], own_ns: Counter[str]) -> tuple[Operation, ...]:
-    """The operations that took most time of their own."""
+    """Return the operations with the largest time of their own."""
     most = own_ns.most_common(_MOST_OPERATIONS)
     return tuple(Operation(name=name, num_calls=num_calls[name], seconds=ns / _NANOSECONDS) for name, ns in most)
 
@@ -141,24 +141,24 @@ def _spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
 
 
 def union(spans: Iterable[tuple[int, int]]) -> Spans:
-    """All that at least one of ``spans`` covers."""
-    made: list[tuple[int, int]] = []
+    """Return the parts of time that at least one of ``spans`` covers."""
+    spans_of_union: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
-        if made and begin <= made[-1][1]:
-            made[-1] = made[-1][0], max(made[-1][1], end)
+        if spans_of_union and begin <= spans_of_union[-1][1]:
+            spans_of_union[-1] = spans_of_union[-1][0], max(spans_of_union[-1][1], end)
         elif end > begin:
-            made.append((begin, end))
-    return made
+            spans_of_union.append((begin, end))
+    return spans_of_union
 
 
 def seconds_within(spans: Spans, window: tuple[int, int]) -> float:
-    """How many seconds of ``window`` the spans cover."""
+    """Return how many seconds of ``window`` the spans cover."""
     lengths = (min(end, window[1]) - max(begin, window[0]) for begin, end in spans)
     return sum(length for length in lengths if length > 0) / _NANOSECONDS
 
 
 def render_table(table: TraceTable, *, width: int, has_color: bool) -> str:
-    """The table in words: a step's time by instance, who was last, what took most time, what could be gained."""
+    """Return the table in words: a step's time by instance, the costliest operations, and possible gains."""
     return terminal_text(*_parts(table), width=width, has_color=has_color)
 
 
@@ -210,7 +210,7 @@ _GAINS: Final = {
 
 
 def gains(table: TraceTable) -> dict[str, float]:
-    """By how much the time would shrink, as a share, without waits: at the mean of all instances."""
+    """Return by which share the time would shrink without each kind of wait, in the mean over the instances."""
     seconds = {part: sum(it.seconds[part] for it in table.instances) for part in PARTS}
     whole = sum(seconds.values()) or 1.0
     return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
