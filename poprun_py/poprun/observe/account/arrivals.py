@@ -26,12 +26,12 @@ class GroupMoments:
 class Look:
     """What one instance has reported at one moment; all numbers except the moments are running totals."""
 
-    at_seconds: float  # when poprun heard it; monotonic
+    at_seconds: float  # monotonic time at which poprun received the report
     groups: Mapping[str, GroupMoments]
-    step_ends: Sequence[float]  # when its optimizer's last steps ended, ascending; by the same clock
+    step_ends: Sequence[float]  # ends of the last optimizer steps, ascending, by the same clock
     counters: PhaseCounters
     machine: MachineTotals
-    places: Mapping[str, str]  # where in the program's own code each phase stands most, as ``file:line``
+    places: Mapping[str, str]  # the program's most frequent line in each phase, as ``file:line``
 
 
 def read_look(
@@ -70,18 +70,18 @@ def read_look(
 class Window:
     """A few seconds of a job, and the cost of a step on each instance in these seconds."""
 
-    began_seconds: float  # since the attempt's begin
+    began_seconds: float  # since the beginning of the attempt
     ended_seconds: float
-    first_step: int  # optimizer steps that were done when it began; 0 where the program has no optimizer
-    num_steps: int  # in it; of a program without optimizers, its collectives
+    first_step: int  # optimizer steps before the window; 0 if the program has no optimizer
+    num_steps: int  # steps in the window; collectives if the program has no optimizer
     step_seconds: float
-    steps: Sequence[Mapping[int, float]]  # the same as ``delays`` in each step that was seen whole
-    delays: Mapping[int, float]  # by how much later than most others it came, at the worst place of a step
-    waits: Mapping[int, float]  # how long it waited for the last one there
-    usual: Mapping[int, float]  # its delay in most steps
-    phases: Mapping[int, Mapping[str, float]]  # seconds in each phase
-    totals: Mapping[int, Mapping[str, float]]  # what the machine, Python and the data did in the whole window
-    newest_moment: float  # when the last of its collectives was called, in seconds since 1970
+    steps: Sequence[Mapping[int, float]]  # the delays in each step that lies wholly in the window
+    delays: Mapping[int, float]  # largest delay in a step against most other instances, in the mean
+    waits: Mapping[int, float]  # how long the instance waited for the last instance in a step, in the mean
+    usual: Mapping[int, float]  # the median of the delays
+    phases: Mapping[int, Mapping[str, float]]  # seconds of a step in each phase
+    totals: Mapping[int, Mapping[str, float]]  # growth of the running totals in the whole window
+    newest_moment: float  # when the last collective was called, in seconds since 1970
 
 
 Arrivals = Mapping[int, float]

@@ -11,7 +11,7 @@ from typing import Any, Final
 from poprun.observe.account.job_record import Curve
 from poprun.observe.account.state import InstanceStatus
 
-MAX_WINDOWS: Final = 600  # of a curve; one that would have more doubles its windows
+MAX_WINDOWS: Final = 600  # of a curve; a curve that needs more windows doubles the width of its windows
 MAX_FOLDED: Final = 16  # instances up to which each has curves of its own
 MAX_NUMBERS: Final = 64  # numbers of an instance; the library lets a program report no more
 OF_NUMBERS: Final = "numbers/"

@@ -45,8 +45,8 @@ class StackFrame:
 class Stacks:
     """The stacks of one program's threads at one moment."""
 
-    threads: tuple[tuple[StackFrame, ...], ...] = ()  # each with the latest call last; the main thread comes first
-    processes: tuple[Text, ...] = ()  # what /proc tells of its processes, in words, when there are no stacks
+    threads: tuple[tuple[StackFrame, ...], ...] = ()  # the main thread first; in each thread the latest call last
+    processes: tuple[Text, ...] = ()  # the processes in words, from /proc, if there are no stacks
 
     @property
     def main(self) -> tuple[StackFrame, ...]:
@@ -148,18 +148,18 @@ class Helper:
     """A process that the program started, such as a data loader's worker."""
 
     pid: int
-    process: Text  # what /proc says of the process, in words
-    stacks: Stacks = _NO_STACKS  # empty where it writes none
+    process: Text  # the process in words, from /proc
+    stacks: Stacks = _NO_STACKS  # empty if the process writes no stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceEvidence:
     """What one instance reported at a failure or a hang."""
 
-    stacks: Stacks = _NO_STACKS  # where it stands; empty when it has ended, or was not asked
+    stacks: Stacks = _NO_STACKS  # where the program stands; empty if the program has ended or was not asked
     helpers: tuple[Helper, ...] = ()
-    groups: tuple[GroupRecord, ...] = ()  # those that torch has recorded calls of
-    crash: Stacks = _NO_STACKS  # where it stood when a signal such as SIGSEGV ended it
+    groups: tuple[GroupRecord, ...] = ()  # the groups whose calls torch has recorded
+    crash: Stacks = _NO_STACKS  # where the program stood when a signal such as SIGSEGV ended the program
     held_locks: tuple[Text, ...] = ()  # locks of files, as the kernel numbers the files
     # the locks that the program waits for, each with the process that holds the lock
     awaited_locks: tuple[tuple[Text, Text], ...] = ()

@@ -24,7 +24,7 @@ class GpuReading:
     """The load and the memory of one GPU at one moment."""
 
     names: tuple[str, str]  # its number, and its uuid
-    busy_share: float | None  # of the time, 0 to 1; None where the driver does not say
+    busy_share: float | None  # share of the time, 0 to 1; None if the driver does not report the share
     memory_bytes: float | None
 
     @classmethod

@@ -34,8 +34,9 @@ class Curve:
     unit: Text = ""
     seconds: tuple[Seconds, ...]  # the end of each window, since the attempt began
     values: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
-    last: Any = field(default=None, metadata=IF_USED)  # a number, or in words one that JSON lacks
-    # in place of the values, where a curve stands for many instances
+    # the last value; ``nan``, ``inf`` and ``-inf``, which JSON lacks, are texts
+    last: Any = field(default=None, metadata=IF_USED)
+    # the curve of a large job has these three instead of the values
     min: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
     median: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
     max: tuple[float | None, ...] | None = field(default=None, metadata=IF_USED)
@@ -48,7 +49,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceRecord:
-    """One instance in one attempt."""
+    """One instance in one attempt: the entry of an instance in the report, whose keys are the fields."""
 
     index: Index
     host: Text
@@ -85,7 +86,7 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """One attempt of a job."""
+    """One attempt of a job: the entry of an attempt in the report, whose keys are the fields."""
 
     started_at: Text
     duration_seconds: Seconds

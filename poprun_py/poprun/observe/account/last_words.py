@@ -71,15 +71,16 @@ WHOLE: Final = re.compile(r"(?:\[rank\d+\]: )?pop(?:dist|torch)\.[\w.]*: ")
 
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
-Frame = tuple[str, ...]  # the printed lines of one call: its file, and the line of code if there is one
+Frame = tuple[str, ...]
+"""The printed lines of one call: the file, and the line of code if Python printed this line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastWords:
     """The last words of a program; empty if the program wrote nothing."""
 
-    summary: str = ""  # the line that says most: the exception's, else the last one
-    place: str = ""  # the file and line of the user's code that is nearest to the exception, as ``file:line``
+    summary: str = ""  # the line of the exception, otherwise the last line
+    place: str = ""  # the user's line that is nearest to the exception, as ``file:line``
     lines: tuple[str, ...] = ()  # the excerpt, of at most ``MAX_EXCERPT_LINES``
 
 
@@ -91,9 +92,9 @@ class Traceback:
     header: str
     frames: tuple[Frame, ...]
     message: tuple[str, ...]
-    origin: str = ""  # whose it is if not the main thread's
-    link: str = ""  # how it follows from the traceback before it
-    rank: int | None = None  # what torch.distributed put before its lines
+    origin: str = ""  # the thread or process that raised the exception, if it is not the main thread
+    link: str = ""  # Python's line between the traceback before and this traceback
+    rank: int | None = None  # the rank that torch.distributed printed before the lines
 
     @property
     def root_cause(self) -> tuple[str, ...]:
@@ -183,9 +184,8 @@ def _parse(lines: Sequence[str]) -> list[Traceback]:
         above = lines[start:number]
         link = next((line for line in above if tracebacks and _LINK.match(line)), "")
         origin = next((line.strip() for line in reversed(above[-2:]) if _ORIGIN.match(line)), "")
-        if (
-            lines[number].startswith("Original") and tracebacks
-        ):  # a data loader's worker: who brought it says which
+        # the exception around the traceback of a loader's worker names the worker
+        if lines[number].startswith("Original") and tracebacks:
             origin = "".join(tracebacks[-1].message[:1])
         tracebacks.append(replace(traceback, link=link, origin=origin))
         start = number = traceback.at + 1
@@ -257,12 +257,12 @@ def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback 
     candidates = [traceback for traceback in tracebacks if not traceback.origin.startswith(_IGNORED)]
     if not candidates:
         return None
-    # a thread's or a child's only when there is no other
+    # the traceback of a thread or a child process counts only if there is no other traceback
     last = max(candidates, key=lambda traceback: (not traceback.origin.startswith(_THREAD_OR_CHILD), traceback.at))
     after = [line for line in lines[last.at + 1 :] if line and not NOISE.match(line)]
     if any(map(_DRAWN.match, after)):
         return None
-    if not last.is_a_launchers:  # a program that printed much after it has survived it
+    if not last.is_a_launchers:  # a program that printed many lines after the traceback has survived the exception
         return None if len(after) > _MAX_LINES_AFTER else last
     earlier = [traceback for traceback in candidates if traceback.at < last.at and not traceback.is_a_launchers]
     rank = next((int(match[1]) for match in map(_ROOT_RANK.match, last.root_cause) if match), None)

@@ -35,7 +35,7 @@ def read_lines(evidence: Iterable[InstanceEvidence]) -> ReadLine:
     own_first = sorted(places, key=lambda place: (bool(LIBRARY.search(place[0])), place))
     sources_read: dict[Place, str] = {}
     reader = threading.Thread(target=_read, args=(own_first, sources_read), name="poprun-sources", daemon=True)
-    with suppress(OSError):  # there can be no more threads
+    with suppress(OSError):  # the process has reached its limit of threads
         start_thread(reader)
         reader.join(_MOST_READING_SECONDS)
     sources = dict(sources_read)
@@ -59,9 +59,8 @@ def collective_of(stacks: Stacks) -> str:
     """Return the call of torch or JAX in which the program's main thread waits for other instances; "" if none."""
     whole = stacks.main
     main = _without_backend(whole)
-    if main and main[-1].file.endswith(
-        _BACKWARD
-    ):  # DistributedDataParallel waits in C++, below Python's last call
+    # DistributedDataParallel waits in C++, below Python's last call
+    if main and main[-1].file.endswith(_BACKWARD):
         return "backward() of torch"
     inside = list(takewhile(lambda frame: _OF_GROUPS.search(frame.file), reversed(main)))
     if inside and _PIPELINING in inside[-1].file:

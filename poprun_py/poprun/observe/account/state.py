@@ -38,7 +38,7 @@ SHIM_KILLED: Final = "its shim was killed"
 RUNTIME_KILLED: Final = "the MPI launcher's process on its host was killed"
 """The problem of an instance if the process that started its shim has ended, such as Hydra's proxy."""
 
-NOT_EXECUTABLE: Final = 126  # a shell's exit code for a program that it cannot execute
+NOT_EXECUTABLE: Final = 126  # a shell's exit code for a program that the shell cannot execute
 NOT_FOUND: Final = 127  # a shell's exit code for a program that does not exist
 EXIT_OF_SIGNAL: Final = 128  # a shell adds this to the number of the signal that ended a program
 NOT_BOUND: Final = 70  # EX_SOFTWARE of sysexits.h: poprun's exit code for an instance that it could not start
@@ -157,22 +157,22 @@ class MachineTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
-    """What poprun knows of one instance at one moment: state, exit code, problem, usage and progress."""
+    """The facts about one instance at one moment, which always change together, by one event of the agent."""
 
     index: int
     state: InstanceState = InstanceState.AWAITED
-    # the program's exit code, negative for a signal; None while it runs, or when nobody could tell
+    # the program's exit code, negative for a signal; None if the program runs or the code is unknown
     exit_code: int | None = None
     started_at_seconds: float | None = None  # monotonic time at which poprun heard that the program runs, or None
     # monotonic time of the program's end, or of the moment the agent was lost
     exited_at_seconds: float | None = None
-    was_stopped: bool = False  # whether it ended because poprun had asked it to
+    was_stopped: bool = False  # whether the program ended because poprun had asked it to end
     problem: str = ""  # what went wrong other than the program's own end, in words; empty when nothing did
     usage: Usage | None = None  # what its processes used when they were looked at last, or None
     # monotonic time at which they were last seen computing, or None before the first look
     busy_at_seconds: float | None = None
     memory: MemoryCurve = _NO_MEMORY  # how much memory they held in the course of time
-    progress: Progress | None = None  # what the program said of itself when it was looked at last, or None
+    progress: Progress | None = None  # the last progress that the program reported, or None
     counters: PhaseCounters | None = None  # where its time has gone, or None where no sampler runs
     machine: MachineTotals | None = None
     first_machine: MachineTotals | None = None  # the totals of the first measurement
@@ -199,7 +199,7 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSnapshot:
-    """The snapshot of a job from which the policy decides."""
+    """The snapshot of a job: every fact from which the policy decides, and nothing else."""
 
     phase: Phase  # how far the job has come
     in_phase_seconds: float  # how long the job has been in this phase
@@ -211,9 +211,9 @@ class JobSnapshot:
     num_interrupts: int = 0  # times that Ctrl-C was pressed
     is_terminated: bool = False  # whether poprun was asked to end
     is_output_closed: bool = False  # whether nobody reads poprun's output any more
-    hang_seconds: float = 0.0  # for how long no instance has made progress while some wait for others
+    hang_seconds: float = 0.0  # the time without any progress while instances wait for other instances
     is_hang_told: bool = False  # whether poprun has printed that the job hangs
-    # Whether instances compute nothing and must be asked for their stacks, because it is unknown if they wait.
+    # whether instances that compute nothing must be asked for their stacks, to find out if they wait
     is_hang_suspected: bool = False
     awaits_stacks: bool = False  # whether programs have been asked for their stacks, and some have not answered
     has_recorders: bool = False  # whether programs record their calls, and were not asked since a failure
@@ -223,7 +223,7 @@ class JobSnapshot:
     has_lost_shim: bool = False  # whether the MPI runtime has lost a shim that had not reported
     # for how long, while the job starts, the MPI runtime has had no shim that may still report
     no_shim_seconds: float = 0.0
-    has_launcher_ended: bool = False  # whether the launcher's processes are gone, or one of them has failed
+    has_launcher_ended: bool = False  # whether all launcher's processes have ended, or one has failed
 
 
 def name_with_place(instances: Sequence[int], parallelism: Parallelism) -> str:

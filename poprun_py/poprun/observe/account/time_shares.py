@@ -85,7 +85,7 @@ def offsets(attempts: Sequence[AttemptRecord]) -> list[float]:
 def _parts(attempt: AttemptRecord, instance: InstanceRecord, start: str) -> Iterator[tuple[str, float]]:
     """Yield the parts of an instance's time in one attempt with their seconds; the first part is ``start``."""
     whole, before = attempt.duration_seconds, instance.began_seconds
-    if before is None:  # it never ran
+    if before is None:  # the instance never ran
         yield start, whole
         return
     ran = instance.duration_seconds

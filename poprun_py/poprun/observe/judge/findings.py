@@ -36,13 +36,13 @@ _NEARLY: Final = 0.9
 class Findings:
     """The facts about a job that did not end well."""
 
-    evidence: Evidence = field(default_factory=Evidence)  # what is known of the machine
-    # what the instances that ended with an error said last, by index
+    evidence: Evidence = field(default_factory=Evidence)  # what the machine shows
+    # the last words of the instances that ended with an error, by index
     words: Mapping[int, LastWords] = field(default_factory=dict)
-    launcher_words: LastWords = field(default_factory=LastWords)  # what the launcher said last
-    shortage: str = ""  # what the launcher ran out of, and what to do; empty when it said nothing of that
+    launcher_words: LastWords = field(default_factory=LastWords)  # the last words of the launcher
+    shortage: str = ""  # what the launcher lacked, and what to do; empty if it lacked nothing
     left_early: tuple[int, ...] = ()  # instances that had ended with 0 when the MPI launcher ended the others
-    # whether the launcher has failed only because one of its processes was killed
+    # whether the launcher has failed only because a process of the launcher was killed
     has_launcher_followed: bool = False
     verdict: Verdict = field(default_factory=Verdict)  # who is at fault
     # what to write instead, where another Python than poprun's own lacks a module; or empty
@@ -88,7 +88,7 @@ def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
     """Return the reason that the machine shows for an instance's failure; "" if the last words say everything."""
     limits = evidence.limits
-    if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # how its program then ended says nothing
+    if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # the end of the program then shows no reason
         return ""
     signum = signal.SIGKILL if failed.problem == AGENT_KILLED else signal_of(failed.exit_code or 0)
     if signum == signal.SIGKILL:
@@ -117,7 +117,8 @@ def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
         return f"probably out of memory: {_killed_in_group(evidence)}{held}"
     if evidence.killed.on_machine:
         reason = f"out of memory: the kernel killed {_processes(evidence.killed.on_machine)} for want of memory"
-        is_elsewhere = evidence.killed.in_group is not None  # which counts those of a machine without memory, too
+        # the number of the group includes kills for which the machine, and not the group, lacked memory
+        is_elsewhere = evidence.killed.in_group is not None
         return (
             f"perhaps {reason}, none of this control group{held}" if is_elsewhere else f"probably {reason}{held}"
         )

@@ -24,9 +24,9 @@ class Hang:
 
     idle_seconds: float  # for how long none has made progress
     waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by what they wait in
-    absent: tuple[int, ...] = ()  # those that run, wait for nobody, and are waited for, ascending
-    ended: tuple[int, ...] = ()  # those that have ended, ascending
-    standing: tuple[int, ...] = ()  # those that compute nothing while nobody waits in a collective, ascending
+    absent: tuple[int, ...] = ()  # instances that run and for which the waiting instances wait, ascending
+    ended: tuple[int, ...] = ()  # instances that have ended, ascending
+    standing: tuple[int, ...] = ()  # instances that compute nothing while nobody waits in a collective, ascending
     is_told_by_programs: bool = True  # whether the programs said so, on their pages of progress
 
     @property
@@ -41,7 +41,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
     waiting: dict[str, list[int]] = {}
     for status in running:
         if status.usage is None or status.progress is None or status.progressed_at_seconds is None:
-            return None  # it was not measured yet
+            return None  # an instance was not measured yet
         if status.is_waiting:
             waiting.setdefault(status.progress.collective, []).append(status.index)
     if not waiting:

@@ -22,7 +22,7 @@ class HostFinding:
 
     kind: str  # which `observe.show.host_words` knows
     host: str
-    instances: tuple[int, ...]  # that were looked at there
+    instances: tuple[int, ...]  # the instances on the host that the rule used
     numbers: Mapping[str, float]  # for the words
 
 

@@ -52,7 +52,10 @@ _LOST: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """The result of one attempt of a job: the last state of all instances, and why the attempt ended."""
+    """The result of one attempt of a job: the last state of all instances, and why the attempt ended.
+
+    All facts that the verdict, the exit code and the report need are in this one value, so that these are pure.
+    """
 
     statuses: Sequence[InstanceStatus]  # every instance, by index
     num_interrupts: int = 0  # times that Ctrl-C was pressed
@@ -75,9 +78,9 @@ class JobEnd:
     is_over: bool = True  # False if the attempt still runs, and this is only its present state
     curves: "JobCurves | None" = None  # measurements over time; None if nobody asked for measurements
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # last printed lines, by index
-    verdict_of_hang: "Verdict | None" = None  # in a job stopped for a hang: the instance that others waited for
+    verdict_of_hang: "Verdict | None" = None  # the verdict, if the job was stopped because of a hang
     warnings: Sequence[str] = ()  # such as memory that grows without end, or a rank that validates alone
-    slowdowns: Sequence["Slowness"] = ()  # the instances that others waited for, by time
+    slowdowns: Sequence["Slowness"] = ()  # the slow instances, by time
     waiting_seconds: Mapping[int, float] = field(default_factory=dict)  # waits for the slowest, by instance
     clock_rounds: Mapping[str, Sequence["Exchange"]] = field(default_factory=dict)  # exchanges of clocks, by host
     findings: "Findings | None" = None  # findings on a job that did not end well

@@ -47,7 +47,7 @@ class _Failure:
 
     @property
     def num_steps(self) -> int:
-        """The progress of the culprit: its reported steps, which may begin at a checkpoint, or its counted steps."""
+        """The progress of the culprit: reported steps, which may begin at a checkpoint, or counted steps."""
         progress = self.status.progress
         return 0 if progress is None else max(progress.num_steps, progress.step or 0)
 

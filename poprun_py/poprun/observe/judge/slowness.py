@@ -24,7 +24,7 @@ _LEAST_SECONDS: Final = 0.004
 _LEAST_SHARE: Final = 0.1  # of a step
 _LEAD: Final = 2.0  # so many times later than anybody else
 _LEAST_CERTAINTY: Final = 4.0
-_MOST_CHANCE: Final = 1e-5  # that late steps are one instance's and mean nothing: 17 of 17
+_MOST_CHANCE: Final = 1e-5  # that all late steps belong to one instance by chance, such as 17 of 17
 _LATE_SHARE: Final = 0.5  # of a mean step, by which a late step is late
 _SPREAD: Final = 0.75  # of the windows have a late step
 _LONG_TRIP_SECONDS: Final = 0.002
@@ -155,7 +155,7 @@ def find_slow_link(
         hosts = [str(own_host)] if is_own else others
         whence = own_host or "poprun"
         reason = f"a message from {whence} to {farthest} and back takes {trip_seconds * 1000:.0f} ms"
-    elif latest := _find_latest(last, trip_seconds):  # who works longer than others has been named before
+    elif latest := _find_latest(last, trip_seconds):  # if it works longer, `find_slowness` has named it
         hosts, reason = [], f"{name_instances(latest[:1])} hears late of the others, and works no longer than they"
     else:
         return None
@@ -185,7 +185,7 @@ def _shared_delay(windows: Sequence[Window], instance: int) -> float:
     """Return the part of an instance's delay that is chance, because all instances share too few cores."""
     more = _more(windows, instance, "run_delay")
     own = sum(window.totals[instance]["run_delay"] for window in windows)
-    is_shared = own - more >= own / 2  # most others want for a core nearly as long
+    is_shared = own - more >= own / 2  # most other instances wait for a core nearly as long
     return max(0.0, more) / sum(window.num_steps for window in windows) if is_shared else 0.0
 
 

@@ -17,11 +17,8 @@ from poprun.observe.account.stacks import ReadLine, collective_of, own_frame
 from poprun.observe.account.state import InstanceState, InstanceStatus
 from poprun.observe.judge.hangs import Hang
 
-EVERYBODY: Final = (
-    "0:nccl",
-    "0",
-)  # the group of all, as `launch.recorder` names it: its calls of NCCL, and of gloo
-
+EVERYBODY: Final = ("0:nccl", "0")
+"""The names in `launch.recorder` of the group of all instances, for calls of NCCL and for calls of gloo."""
 
 _NANOSECONDS: Final = 1e9
 SAME_CALLS: Final = "all must make the same calls, with the same sizes, in the same order"
@@ -77,7 +74,7 @@ def _find_outside_of_calls(
     verdict: Verdict, hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict | None:
     """Return the verdict of a hang without a collective: a file's lock, or a standstill; None for other hangs."""
-    outside = {*hang.absent, *hang.standing}  # a helper of one that waits in a call may wait for a lock by chance
+    outside = {*hang.absent, *hang.standing}  # a helper of a waiting instance may wait for a lock by chance
     if any(known.awaited_locks for index, known in evidence.items() if index in outside):
         return _blame_lock(verdict, outside, evidence, read_line)
     return _blame_standing(verdict, hang.standing, evidence, read_line) if hang.standing else None
@@ -168,7 +165,8 @@ def _blame_lone(
         index for index, known in evidence.items() if any(it.function == _STORE for it in known.stacks.main)
     }
     if not queues and at_store - {0} and evidence.keys() - at_store - {0}:
-        culprits = tuple(sorted(at_store - {0}))  # instance 0 has the store, and waits there for the others
+        # instance 0 has the store, and waits there for the other instances
+        culprits = tuple(sorted(at_store - {0}))
         details = (
             f"{name_instances(culprits)} did not find torch's store: is there another MASTER_ADDR or MASTER_PORT?",
         )
@@ -206,7 +204,7 @@ class Queue:
     waiting: Mapping[int, Call]
     calls: Mapping[int, Call]  # what members have called as this number
     recorded: frozenset[int] = frozenset()  # members whose calls are known
-    behind: frozenset[int] = frozenset()  # members that have not called it
+    behind: frozenset[int] = frozenset()  # members that have not called the collective
 
     @property
     def has_different_calls(self) -> bool:

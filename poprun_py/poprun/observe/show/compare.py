@@ -25,7 +25,7 @@ LEAST_CHANGE: Final = 0.04
 LEAST_MEMORY_CHANGE: Final = 0.05
 LEAST_MEMORY_BYTES: Final = 32 * 2**20
 
-_MOST_NOISE: Final = 0.1  # with more of it, no difference is only one that is not known
+_MOST_NOISE: Final = 0.1  # with more noise, a difference that is not seen is not known
 _LEAST_PART: Final = 0.25  # of a difference, for an instance and phase to be named
 _RATES: Final = {"steps_per_second": "a step", "samples_per_second": "a sample"}
 _RUN_DELAY: Final = "run_delay"  # the share of its time in which an instance waited for a core
@@ -53,8 +53,8 @@ class Difference:
     after: str
     change: Change
     share: float = 0.0  # by how much the second figure is larger: 0.1 for a tenth
-    noise: float = 0.0  # what two runs of one program may differ by
-    notes: tuple[str, ...] = ()  # where it comes from, or why it is none
+    noise: float = 0.0  # the share by which two runs of one program may differ
+    notes: tuple[str, ...] = ()  # where the difference comes from, or why there is no difference
 
     @property
     def is_known(self) -> bool:
@@ -107,8 +107,8 @@ def _warnings(before: JobRecord, after: JobRecord) -> Iterator[str]:
 class _Speed:
     """The time of a step, or of a sample, in an attempt."""
 
-    parts: Sequence[float]  # the mean seconds of one, in each part of the attempt
-    delay: float | None  # seconds of one in which all instances together waited for a core; None if not known
+    parts: Sequence[float]  # the mean seconds of a step, in each part of the attempt
+    delay: float | None  # seconds in which all instances together waited for a core, per step; None if not known
 
     @property
     def seconds(self) -> float:

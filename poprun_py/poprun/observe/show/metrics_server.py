@@ -47,7 +47,7 @@ class _BoundedServer(ThreadingWSGIServer):
         """Answer in a thread; if there are too many connections, end the oldest connection first."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError, IndexError):
-                [*self._opened][0].shutdown(socket.SHUT_RDWR)  # noqa: RUF015 - threads change it
+                [*self._opened][0].shutdown(socket.SHUT_RDWR)  # noqa: RUF015 - threads change the dict
             self._room.acquire()
         self._opened[request] = None
         super().process_request(request, client_address)

@@ -49,7 +49,7 @@ def blame_aborter(
     statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
 ) -> list[InstanceStatus]:
     """Return the statuses; the instance that called MPI_Abort has failed with the code of the call."""
-    # an MPI launcher ends with that code, or kills the shims; then the code is the one printed on standard error
+    # an MPI launcher ends with the code, or kills the shims; then only standard error contains the code
     if launcher_code == 0 and not any(status.problem == SHIM_KILLED for status in statuses):
         return list(statuses)
     ended = [status for status in statuses if status.was_stopped or status.problem == SHIM_KILLED]
@@ -67,7 +67,7 @@ def blame_host(
     statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
 ) -> list[InstanceStatus]:
     """Return the statuses; of several lost shims, a shim on the host that Hydra names was lost first."""
-    # Hydra then kills those on the other hosts, and poprun may hear of them earlier.
+    # Hydra then kills the shims on other hosts, and poprun may hear of these shims earlier
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
     lost = [status for status in statuses if status.problem == SHIM_KILLED]
     there = [status for status in lost if plan.instance(status.index).host in named]
@@ -93,7 +93,7 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     if failed is not None and has_left(end):
         lines = [f"the program left when it was asked to: exit code {failed.exit_code}"]
     elif failed is not None and end.is_output_closed and failed.exit_code == -signal.SIGPIPE:
-        lines = []  # as a shell, which says nothing of a program whose reader has gone
+        lines = []  # a shell, too, prints nothing about a program whose reader has gone
     elif failed is not None and failed.problem == OWN_NETWORK_LOST:
         lines = [OWN_NETWORK_LOST]
     elif failed is not None and not (failed.problem in (SHIM_KILLED, RUNTIME_KILLED) and is_let_down):
@@ -269,7 +269,7 @@ def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
 
 def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
     """Whether the launcher has failed only because one of its own processes was killed."""
-    # of a shim, Hydra says so, and PRRTE ends with the code of SIGKILL
+    # if a shim was killed, Hydra prints a message, and PRRTE ends with the code of SIGKILL
     failed = first_failure(end.statuses)
     if failed is None or (end.launcher_code or 0) < 0:
         return False

@@ -39,8 +39,8 @@ _WELL: Final = frozenset({"running", "ended"})
 class Rate:
     """The speed of an instance."""
 
-    steps_per_second: float | None = None  # optimizer steps, or reported ones; None when it is not known
-    # processors that its processes keep busy, 1.0 for one; None when it is not known
+    steps_per_second: float | None = None  # optimizer steps, or reported steps; None if not known
+    # processors that the processes keep busy, 1.0 for one processor; None if not known
     cpu_share: float | None = None
 
 

@@ -94,7 +94,7 @@ def watch(job: RunningJob) -> Iterator[JobView]:
 def _receive(connection: socket.socket) -> bytes:
     try:
         return connection.recv(RECEIVE_BYTES)
-    except ConnectionResetError:  # poprun ended before it had read all that was said to it
+    except ConnectionResetError:  # poprun ended before it had read everything that was sent to it
         return b""
 
 
@@ -180,7 +180,7 @@ def _first_view(job: RunningJob) -> JobView | None:
 def _show(job: RunningJob) -> None:
     console = Console()
     if console.is_terminal:
-        # what it says comes with a view
+        # the stacks come with a view
         signal.signal(signal.SIGQUIT, lambda *_: os.kill(job.pid, signal.SIGQUIT))
         _draw(job, console, is_transient=False)
         return
@@ -196,7 +196,7 @@ def draw_views(views: Iterable[JobView], console: Console, *, is_transient: bool
     live = Live(console=console, auto_refresh=False, transient=is_transient)
     with live, suppress(KeyboardInterrupt):
         for view in views:
-            if size != console.size:  # the drawing has other lines now than those that rich has counted
+            if size != console.size:  # the drawing has more or fewer lines now than rich has counted
                 size = console.size
                 console.clear()
             if view.said:

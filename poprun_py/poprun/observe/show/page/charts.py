@@ -45,9 +45,9 @@ _TITLES: Final = {
 class Line:
     """One line of a chart."""
 
-    name: str  # empty where there is one only
+    name: str  # empty if there is only one line
     style: str  # its class
-    parts: Sequence[Sequence[Point]]  # of each attempt that has it, by time
+    parts: Sequence[Sequence[Point]]  # the points of each attempt, by time
 
     @property
     def values(self) -> list[float]:

@@ -151,7 +151,7 @@ def _time(time: JobTime) -> Iterator[str]:
         )
     if len(time.instances) > 1:
         by_waiting = sorted(range(len(time.instances)), key=lambda it: time.instances[it]["waiting"])
-        shown = sorted(by_waiting[:_MOST_BARS])  # the others waited for those that waited least
+        shown = sorted(by_waiting[:_MOST_BARS])  # the other instances waited for the instances that waited least
         bars = (element("span", str(it)) + _bar(time.instances[it], elapsed, f"instance {it}") for it in shown)
         yield element("div", *bars, class_="bars" if len(shown) <= _MOST_THICK else "bars thin")
         if len(time.instances) > _MOST_BARS:

@@ -144,7 +144,7 @@ class Traced:
 
     about: About
     clock: InstanceClock
-    calls: list[Call]  # the collectives that it has come to, by poprun's clock
+    calls: list[Call]  # the collectives that the instance has called, by poprun's clock
 
 
 class Merging:
@@ -155,7 +155,7 @@ class Merging:
         self._parts = parts
         self._is_stopped = is_stopped
         self.problems: dict[str, list[int]] = defaultdict(list)  # instances by what is wrong with their recordings
-        self.is_damaged = False  # whether one of them cannot be read
+        self.is_damaged = False  # whether a recording cannot be read
         traced = {index: self._read_traced(index, rounds) for index in range(plan.num_instances)}
         self._traced = {index: it for index, it in traced.items() if it is not None}
         self._joint = find_joint_calls({index: it.calls for index, it in self._traced.items()})

@@ -53,8 +53,8 @@ class About:
     """What a program reports about its recording, besides the events."""
 
     pid: int
-    num_steps: int  # optimizer steps until it wrote this
-    problem: str = ""  # why there is no trace, or not the whole of it
+    num_steps: int  # optimizer steps until the program wrote the text
+    problem: str = ""  # why there is no trace, or only a part of the trace
     thread: str = ""  # the main thread, as the kernel numbers it
     first_step: int = 0
     begun_ns: int = 0

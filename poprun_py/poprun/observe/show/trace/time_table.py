@@ -54,7 +54,7 @@ class Operation:
 
     name: Annotated[str, visible]
     num_calls: int
-    seconds: float  # without the operations that it calls
+    seconds: float  # without the time of the operations that it calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class TraceTable:
     num_steps: int
     num_collectives: int
     instances: tuple[InstanceTimes, ...]
-    operations: tuple[Operation, ...]  # those that took most time
+    operations: tuple[Operation, ...]  # the operations with the largest time
 
 
 def read_table(text: str, source: str) -> TraceTable:
