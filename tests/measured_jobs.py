@@ -11,7 +11,6 @@ from poprun.observe.account.judgements import Slowness
 from poprun.observe.account.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.observe.judge.job_end import JobEnd
 from poprun.observe.show.report_file import record_job
-from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import parse_hosts
 from tests.planning import CLUSTER_NODE, planned
 
@@ -57,8 +56,8 @@ def measured_end(num_instances: int, seconds: float, began_seconds: float = 0.0,
     )
 
 
-def measured_job(num_instances: int, seconds: float, **last_lines: str) -> tuple[JobRecord, LaunchPlan]:
-    """The record of a job of one attempt on a slow network, and its plan."""
+def measured_job(num_instances: int, seconds: float, **last_lines: str) -> JobRecord:
+    """Return the record of a job of one attempt on a slow network."""
     end = replace(
         measured_end(num_instances, seconds),
         last_lines={index: [*last_lines.values()] for index in range(num_instances)},
@@ -71,7 +70,7 @@ def measured_job(num_instances: int, seconds: float, **last_lines: str) -> tuple
     job = record_job(plan, "a job", [end])
     (attempt,) = job.attempts
     instances = tuple(map(_with_phases, attempt.instances))
-    return replace(job, attempts=(replace(attempt, instances=instances),)), plan
+    return replace(job, attempts=(replace(attempt, instances=instances),))
 
 
 def _with_phases(instance: InstanceRecord) -> InstanceRecord:

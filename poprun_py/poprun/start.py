@@ -140,7 +140,7 @@ class JobOutcome:
 
         leases, given = (self.leased.leases, self.leased.given) if self.leased else ((), None)
         job = record_job(self.plan, self.job_id, ends, error=error, leases=leases, given=given)
-        writer.write(replace(job, provenance=self.provenance), self.plan)
+        writer.write(replace(job, provenance=self.provenance))
 
 
 def _serve_metrics(port: int) -> "MetricsServer":

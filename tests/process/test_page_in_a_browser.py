@@ -34,7 +34,7 @@ def test_the_page_of_a_job(browser: Browser, tmp_path: Path) -> None:
     """Narrow and wide, in the light and in the dark, for few instances and for many; then with keys alone."""
     for num_instances in (4, 24):
         page_file = tmp_path / f"{num_instances}.html"
-        page_file.write_text(render_page(*measured_job(num_instances, 600.0, first="epoch 1")), encoding="utf-8")
+        page_file.write_text(render_page(measured_job(num_instances, 600.0, first="epoch 1")), encoding="utf-8")
         for scheme in ("dark", "light"):
             width = 360 if scheme == "dark" else 1200
             page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})

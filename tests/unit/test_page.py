@@ -17,7 +17,6 @@ from poprun.observe.account.time_shares import find_job_time
 from poprun.observe.show.page import render_page
 from poprun.observe.show.page.charts import Chart, Line, charts_of, render_charts
 from poprun.observe.show.report_file import record_job
-from poprun.plan.plan import LaunchPlan
 from tests.measured_jobs import NETWORK, measured_end, measured_job
 from tests.planning import planned
 
@@ -44,14 +43,14 @@ class Elements(HTMLParser):
         self.words.append(data)
 
 
-def text_of(job: JobRecord, plan: LaunchPlan | None) -> str:
+def text_of(job: JobRecord) -> str:
     """What a reader of a job's page reads."""
-    return "\n".join(Elements(render_page(job, plan)).words)
+    return "\n".join(Elements(render_page(job)).words)
 
 
 def test_the_page_says_what_ran_and_how_fast() -> None:
     """The figures and the parts of the time, the curves, the instances and their last lines."""
-    text = text_of(*FOUR)
+    text = text_of(FOUR)
 
     for words in (
         *("ended well", "python train.py", "10 min", "goodput", "59%", "most memory of an instance", "2.0 GiB"),
@@ -72,7 +71,7 @@ def test_the_page_says_what_ran_and_how_fast() -> None:
 
 def test_the_parts_of_the_time_add_up() -> None:
     """Of every instance, over a restart too; what nobody measured is said to be so."""
-    whole = find_job_time(FOUR[0].attempts)
+    whole = find_job_time(FOUR.attempts)
     assert whole.goodput == pytest.approx(0.6 * 0.98)
     assert sum(whole.mean_seconds.values()) == pytest.approx(600)
 
@@ -87,7 +86,7 @@ def test_the_parts_of_the_time_add_up() -> None:
     assert time.instances[0]["restart"] == pytest.approx(2 + 3)
     assert time.instances[1]["start"] == pytest.approx(100)
     assert time.goodput is None
-    text = text_of(job, plan)
+    text = text_of(job)
     assert "Phases of the programs were not measured" in text
     assert "attempt 1\n ended well after 5 min" in text
 
@@ -98,12 +97,12 @@ def test_a_job_that_runs_or_never_ran_has_a_page() -> None:
     starting = replace(running, statuses=[InstanceStatus(index=0)], curves=None, seconds=0.0)
     plan = planned(num_instances=2)
 
-    assert "running" in text_of(record_job(plan, "j", [running]), plan)
-    text = text_of(record_job(plan, "j", [running, running], error="no such host"), plan)
+    assert "running" in text_of(record_job(plan, "j", [running]))
+    text = text_of(record_job(plan, "j", [running, running], error="no such host"))
     assert "no such host\nattempt 0\n runs for 50 s" in text
     assert text.count("How it ended") == 1
-    assert "never ran" in text_of(record_job(planned(), "j", [starting]), planned())
-    text = text_of(record_job(None, "j", [], error="no such host"), None)
+    assert "never ran" in text_of(record_job(planned(), "j", [starting]))
+    text = text_of(record_job(None, "j", [], error="no such host"))
     assert "job j" in text
     assert "no such host" in text
 
@@ -113,7 +112,7 @@ HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\0
 
 def test_hostile_text_stays_text() -> None:
     """In what is printed, in names of numbers, in the program, in a slowdown and in a warning."""
-    job, plan = measured_job(4, 60.0, line=HOSTILE)
+    job = measured_job(4, 60.0, line=HOSTILE)
     word = HOSTILE.replace("\0", "").replace("\ud800", "")  # what no program can be given
     (attempt,) = job.attempts
     assert job.plan is not None
@@ -132,7 +131,7 @@ def test_hostile_text_stays_text() -> None:
         provenance={"torch": HOSTILE, "revision": HOSTILE},
         attempts=(hostile,),
     )
-    page = render_page(job, replace(plan, program=("python", word)))
+    page = render_page(job)
     elements = Elements(page)
 
     assert elements.tags.count("script") == 1
@@ -152,7 +151,7 @@ def test_the_page_of_a_large_job_is_small() -> None:
     end = replace(measured_end(64, 3600.0, names=20), last_lines={it: ["<" * 2000] * 20 for it in range(64)})
     plan = planned(num_instances=64)
     job = record_job(plan, "j", [end])
-    page = render_page(job, plan)
+    page = render_page(job)
 
     assert len(page.encode()) < 2_000_000
     assert page.count('class="curve middle"') == len(charts_of(job.attempts, [0.0]))
@@ -160,7 +159,7 @@ def test_the_page_of_a_large_job_is_small() -> None:
 
 def test_a_number_that_was_never_finite_has_no_line() -> None:
     """The chart still says what it is at the end."""
-    job, plan = measured_job(4, 60.0)
+    job = measured_job(4, 60.0)
     (attempt,) = job.attempts
     first = replace(attempt.instances[0], curves={"numbers/loss": Curve(seconds=(), values=(), last="nan")})
     job = replace(job, attempts=(replace(attempt, instances=(first, *attempt.instances[1:])),))
@@ -169,7 +168,7 @@ def test_a_number_that_was_never_finite_has_no_line() -> None:
     assert (loss.title, loss.last) == ("loss", "nan")
     assert [line.name for line in loss.lines] == ["instance 1", "instance 2", "instance 3"]
     assert len(others) == 4
-    assert "nan" in text_of(job, plan)
+    assert "nan" in text_of(job)
 
 
 @example([[(0.0, -9007199254740996.0)]], "1/s", 0.0)

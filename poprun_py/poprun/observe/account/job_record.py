@@ -15,10 +15,10 @@ from poprun.launch.messages.clock import ClockFit
 from poprun.observe.account.evidence import InstanceEvidence
 from poprun.observe.account.field_types import Count, Index, Seconds, Text
 from poprun.observe.account.judgements import Slowness, Verdict
+from poprun.plan.plan import LaunchPlan
 from poprun.text import IF_USED
 from poprun.text.fields import read_record
 from poprun.text.input_files import parse_json
-from poprun.text.ranges import Hosts
 
 VERSION: Final = 1
 """Of the file that a report is written as."""
@@ -123,16 +123,6 @@ class LeaseRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRecord:
-    """The part of a plan that is shown from a report; the report itself contains the whole plan."""
-
-    program: tuple[Text, ...]
-    hosts: Hosts
-    num_instances: Count
-    num_replicas: Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """A whole job: the plan, the leases and all attempts."""
 
@@ -142,7 +132,7 @@ class JobRecord:
     written_at: Text = ""
     exit_code: int | None
     error: Text
-    plan: PlanRecord | None
+    plan: LaunchPlan | None
     leases: tuple[LeaseRecord, ...] = ()
     attempts: tuple[AttemptRecord, ...]
     provenance: Mapping[Text, Text] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from popdist.errors import name_instances
 from poprun.errors import UsageError
 from poprun.observe.account.job_record import AttemptRecord, Curve, InstanceRecord, JobRecord
 from poprun.text.ranges import counted, describe_bytes, describe_seconds
+from poprun.text.screen import visible
 
 NUM_PARTS: Final = 6
 LEAST_CHANGE: Final = 0.04
@@ -90,7 +91,7 @@ def _warnings(before: JobRecord, after: JobRecord) -> Iterator[str]:
     first, second = before.plan, after.plan
     if first is not None and second is not None:
         if first.program != second.program:
-            programs = " and ".join(" ".join(plan.program) for plan in (first, second))
+            programs = " and ".join(visible(" ".join(plan.program)) for plan in (first, second))
             yield f"these are reports of two different programs: {programs}"
         sizes = [
             f"{counted(plan.num_instances, 'instance')} on {counted(len(plan.hosts), 'host')}"

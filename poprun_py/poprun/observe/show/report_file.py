@@ -16,7 +16,6 @@ from poprun.observe.account.job_record import (
     InstanceRecord,
     JobRecord,
     LeaseRecord,
-    PlanRecord,
     utc,
 )
 from poprun.observe.account.state import InstanceStatus, name_code, shell_code, signal_of
@@ -52,7 +51,7 @@ def record_job(
         written_at=utc(time.time()),
         exit_code=exit_code(ends[-1]) if ends and is_over and not error else None,
         error=error,
-        plan=None if plan is None else _record_plan(plan),
+        plan=plan,
         leases=tuple(
             LeaseRecord(host=it.host, held=tuple(it.names), partition=it.partition, pool=it.pool) for it in leases
         ),
@@ -60,19 +59,10 @@ def record_job(
     )
 
 
-def render_job(job: JobRecord, plan: LaunchPlan | None) -> str:
+def render_job(job: JobRecord) -> str:
     """Return the report as JSON in ASCII, with the whole plan, and each list of numbers on one line."""
-    values = {**write_record(job, version=VERSION), "plan": None if plan is None else plan_to_dict(plan)}
+    values = {**write_record(job, version=VERSION), "plan": None if job.plan is None else plan_to_dict(job.plan)}
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(values, indent=1)) + "\n"
-
-
-def _record_plan(plan: LaunchPlan) -> PlanRecord:
-    return PlanRecord(
-        program=tuple(plan.program),
-        hosts=plan.hosts,
-        num_instances=plan.num_instances,
-        num_replicas=plan.num_replicas,
-    )
 
 
 def _record_attempt(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd) -> AttemptRecord:

@@ -15,6 +15,7 @@ from poprun.observe.show.compare import Change, Comparison, Difference
 from poprun.observe.show.tables import INSTANCE, instance_cells, text_table
 from poprun.plan.render.table import terminal_text
 from poprun.text.ranges import counted, describe_seconds, fold_hosts
+from poprun.text.screen import visible
 
 _MOST_ROWS: Final = 16
 _LABEL_WIDTH: Final = 11
@@ -58,7 +59,7 @@ def _job(job: JobRecord) -> Iterator[Text]:
         plan = job.plan
         sizes = (counted(plan.num_instances, "instance"), counted(plan.num_replicas, "replica"))
         yield _fact("size", f"{', '.join(sizes)} on {fold_hosts(plan.hosts)}")
-        yield _fact("program", shlex.join(plan.program))
+        yield _fact("program", visible(shlex.join(plan.program)))
     end = f"exit code {job.exit_code}" if job.attempts else "it never ran"
     end = end if job.is_over else "none: it was still running when this was written"
     yield _fact("end", f"{end}: {job.error}" if job.error else end)

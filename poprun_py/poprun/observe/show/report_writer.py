@@ -8,7 +8,6 @@ from typing import Final
 from poprun.errors import UsageError
 from poprun.observe.account.job_record import JobRecord
 from poprun.observe.show.report_file import render_job
-from poprun.plan.plan import LaunchPlan
 from poprun.text import screen
 from poprun.text.atomic_file import check_target, write_whole
 
@@ -40,12 +39,12 @@ class ReportWriter:
         """Whether it is time to write the report of a running job again."""
         return now_seconds >= self._next_seconds
 
-    def write(self, job: JobRecord, plan: LaunchPlan | None) -> None:
+    def write(self, job: JobRecord) -> None:
         """Replace each file by the report of ``job``."""
         began_seconds = time.monotonic()
         for file, path in self._paths.items():
             try:
-                write_whole(path, _render(file, job, plan))
+                write_whole(path, _render(file, job))
             except OSError as error:
                 if file not in self._told:
                     so = "" if job.is_over else "; the job goes on"
@@ -55,9 +54,9 @@ class ReportWriter:
         self._next_seconds = now_seconds + max(_GAP_SECONDS, (now_seconds - began_seconds) / _LARGEST_SHARE)
 
 
-def _render(file: str, job: JobRecord, plan: LaunchPlan | None) -> str:
+def _render(file: str, job: JobRecord) -> str:
     if file.endswith(DATA):
-        return render_job(job, plan)
+        return render_job(job)
     from poprun.observe.show.page import render_page
 
-    return render_page(job, plan)
+    return render_page(job)

@@ -7,17 +7,14 @@ from importlib.resources import files
 
 from poprun.observe.account.job_record import JobRecord
 from poprun.observe.show.page import sections
-from poprun.plan.plan import LaunchPlan
 from poprun.plan.render.picture.documents import html_page
 
 
-def render_page(job: JobRecord, plan: LaunchPlan | None) -> str:
+def render_page(job: JobRecord) -> str:
     """Return the record of a job as an HTML document, with a picture of its plan."""
     picture_css = files("poprun.plan.render.picture").joinpath("picture.css").read_text(encoding="utf-8")
     css = f"{_file('report.css')}.picture {{\n{picture_css}}}\n"
-    return html_page(
-        f"{sections.name_of(job)} · poprun", css, sections.render_sections(job, plan), _file("report.js")
-    )
+    return html_page(f"{sections.name_of(job)} · poprun", css, sections.render_sections(job), _file("report.js"))
 
 
 def _file(name: str) -> str:

@@ -9,7 +9,6 @@ from poprun.observe.account.job_record import AttemptRecord, JobRecord
 from poprun.observe.account.time_shares import PARTS, JobTime, find_job_time, offsets
 from poprun.observe.show.page.charts import charts_of, render_charts
 from poprun.observe.show.tables import INSTANCE, Cell, instance_cells
-from poprun.plan.plan import LaunchPlan
 from poprun.plan.render.picture.documents import render_fragment
 from poprun.plan.render.words import facts_of, size_of
 from poprun.text.ranges import describe_bytes, describe_seconds
@@ -31,10 +30,10 @@ def name_of(job: JobRecord) -> str:
     return shlex.join([os.path.basename(program[0]) or program[0], *program[1:]])
 
 
-def render_sections(job: JobRecord, plan: LaunchPlan | None) -> Iterator[str]:
+def render_sections(job: JobRecord) -> Iterator[str]:
     """Yield every part of the page, in order."""
     time = find_job_time(job.attempts) if job.attempts else None
-    yield _header(job, plan, time)
+    yield _header(job, time)
     yield "<main>"
     yield _end(job)
     if time is not None:
@@ -46,7 +45,7 @@ def render_sections(job: JobRecord, plan: LaunchPlan | None) -> Iterator[str]:
         if charts := charts_of(attempts, began):
             yield _section("Over time", render_charts(charts, time.elapsed_seconds, began[1:]))
         yield _section("Instances", _table(attempts[-1]), _last_lines(attempts[-1]))
-    yield _section("What ran", *_what_ran(job, plan))
+    yield _section("What ran", *_what_ran(job))
     yield "</main>"
 
 
@@ -54,8 +53,8 @@ def _section(title: str, *parts: str) -> str:
     return element("section", element("h2", title), *parts)
 
 
-def _header(job: JobRecord, plan: LaunchPlan | None, time: JobTime | None) -> str:
-    facts = [] if plan is None else [size_of(plan)]
+def _header(job: JobRecord, time: JobTime | None) -> str:
+    facts = [] if job.plan is None else [size_of(job.plan)]
     if time is not None:
         facts.append(f"began {_moment(job.attempts[0].started_at)}")
     if not job.is_over:
@@ -223,8 +222,8 @@ def _last_lines(attempt: AttemptRecord) -> str:
     return element("div", *details, class_="said")
 
 
-def _what_ran(job: JobRecord, plan: LaunchPlan | None) -> Iterator[str]:
-    facts = {} if plan is None else facts_of(plan)
+def _what_ran(job: JobRecord) -> Iterator[str]:
+    facts = {} if job.plan is None else facts_of(job.plan)
     versions = {"poprun": job.poprun_version, **job.provenance}
     if revision := versions.pop("revision", ""):
         facts["revision"] = revision
@@ -233,10 +232,9 @@ def _what_ran(job: JobRecord, plan: LaunchPlan | None) -> Iterator[str]:
     yield element(
         "dl", *(element("dt", name) + element("dd", escaped(it)) for name, it in facts.items()), class_="facts"
     )
-    if plan is not None:
-        yield element(
-            "div", render_fragment(plan), class_="picture wide", tabindex="0", role="region", aria_label="the plan"
-        )
+    if job.plan is not None:
+        picture = render_fragment(job.plan)
+        yield element("div", picture, class_="picture wide", tabindex="0", role="region", aria_label="the plan")
 
 
 def _moment(text: str) -> str:
