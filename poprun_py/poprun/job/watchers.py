@@ -1,4 +1,4 @@
-"""What watches an attempt: each watcher is called in turn, hears events, and adds to the attempt's end."""
+"""The watchers of an attempt: each watcher is called in turn, receives events, and adds to the attempt's end."""
 
 import time
 from collections.abc import Mapping

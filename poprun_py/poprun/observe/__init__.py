@@ -1,1 +1,1 @@
-"""The account of a job: ``account`` has what is known, ``judge`` what follows from it, ``show`` what users see."""
+"""The account of a job: ``account`` has the facts, ``judge`` the conclusions, and ``show`` the output."""

@@ -1,1 +1,1 @@
-"""What is known of a job: the state of its instances, what they told, their curves, and its report as values."""
+"""The facts about a job: the state of its instances, their reports and curves, and the job's record."""

@@ -1,4 +1,4 @@
-"""Who came last to each collective, and by how much, from the moments at which instances called them. Pure."""
+"""The arrival of instances at collectives: who called each collective last, and how much later. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Curves of an attempt: the mean of each quantity in equal windows of time, so few that they stay small. Pure."""
+"""Curves of an attempt: the mean of each quantity in equal windows of time, at most 600 windows. Pure."""
 
 import json
 import math
@@ -15,7 +15,7 @@ MAX_WINDOWS: Final = 600  # of a curve; a curve that needs more windows doubles 
 MAX_FOLDED: Final = 16  # instances up to which each has curves of its own
 MAX_NUMBERS: Final = 64  # numbers of an instance; the library lets a program report no more
 OF_NUMBERS: Final = "numbers/"
-"""How the names of curves begin that hold numbers of `popdist.report`."""
+"""The beginning of the names of curves that contain numbers of `popdist.report`."""
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
 _MOST: Final = 1e300  # so that no sum of values is infinite

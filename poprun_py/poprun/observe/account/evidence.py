@@ -1,7 +1,7 @@
-"""What an instance tells at a standstill or an end: where it stands, and which collectives it has called. Pure.
+"""The evidence that an instance reports at a hang or an end: its stacks and its last collectives. Pure.
 
-It comes from the agents (`launch.program_watch`): the stacks of the program and its helpers as faulthandler writes
-them (https://docs.python.org/3/library/faulthandler.html), and torch's recorder.
+The evidence comes from the agents (`launch.program_watch`): the stacks of the program and its helpers in the
+format of faulthandler (https://docs.python.org/3/library/faulthandler.html), and the calls in torch's recorder.
 """
 
 import re
@@ -29,7 +29,7 @@ _TYPES: Final = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-"""What users call the types that torch's recorder names as C++ does."""
+"""The names of torch's dtypes in Python, for the names in C++ that torch's recorder uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Call:
 
 
 _SAME_SIZES: Final = ("all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_allgather_base")
-"""How the names of collectives begin to which every rank brings tensors of the same sizes."""
+"""Beginnings of the names of collectives in which all ranks pass tensors of the same sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

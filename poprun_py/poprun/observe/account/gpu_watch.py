@@ -1,4 +1,4 @@
-"""What the GPUs of a job do on poprun's own host, as the tool of their maker tells every five seconds."""
+"""The load and the memory of the GPUs on poprun's own host, which the maker's tool prints every five seconds."""
 
 import os
 import signal

@@ -1,8 +1,7 @@
-"""The record of a job: all that its report says, written as JSON and read back by these dataclasses. Pure.
+"""The record of a job: the contents of its report, which these dataclasses write as JSON and read. Pure.
 
-Keys that are no fields are passed over, so that the report of a later poprun may have more of them; what reports
-of earlier ones lack has a default. Texts are made fit for a terminal as they are read: programs wrote some of
-them.
+Other keys are ignored, so that the report of a later poprun can be read. A missing key has a default. Control
+codes in texts are made visible when a report is read, because programs wrote some of the texts.
 """
 
 import time
@@ -21,7 +20,7 @@ from poprun.text.fields import read_record
 from poprun.text.input_files import parse_json
 
 VERSION: Final = 1
-"""Of the file that a report is written as."""
+"""The version of a report's format."""
 
 MOST_BYTES: Final = 100 * 10**6
 _MILLISECONDS: Final = 1000

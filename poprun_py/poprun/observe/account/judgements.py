@@ -1,4 +1,4 @@
-"""What poprun judges of a job: who is at fault for its end or its hang, and who or what is slow. Pure values.
+"""The judgements about a job: who is at fault for its end or its hang, and who or what is slow. Pure values.
 
 `judge` makes these values, and a report contains the same values.
 """

@@ -1,8 +1,9 @@
-"""The last words of a program: of all that it wrote to its standard error, the lines that tell most. Pure.
+"""The last words of a program: the lines of its standard error that explain the end best. Pure.
 
-They are those of the last traceback. torch.distributed puts the rank before each line, and a worker's traceback
-stands inside the message of the one that brought it. The exceptions of a group become lines of the group's
-message. The boxes that rich draws are not read: of such a box the last lines are shown, which name the exception.
+The last words are the last traceback. torch.distributed puts the rank before each line. The traceback of a
+DataLoader worker is inside the message of another exception. The exceptions of a group become lines of the
+group's message. Boxes that rich draws are not parsed: the last lines of such a box, which name the exception,
+are shown.
 """
 
 import os
@@ -48,7 +49,7 @@ NOISE: Final = re.compile(
     r"|terminate called |  what\(\): |Exception raised from .* first\):|frame #\d+: |\[\S+:\d+\] \[ ?\d+\] "
     r"|Extension modules: "
 )
-"""What the runtime's shutdown writes after a program's own last words, and the frames of C and C++."""
+"""Lines that the runtime prints after a program's own last words, and frames of C and C++."""
 
 _PROGRESS: Final = re.compile(r"[\d\s.,:%|?█▏▎▍▌▋▊▉]+")
 _ABORT: Final = re.compile(r"terminate called |.*Assertion .* failed")
@@ -60,7 +61,7 @@ _LAUNCHERS_ERRORS: Final = (
     "subprocess.CalledProcessError",
     "RuntimeError: DataLoader worker (pid",
 )
-"""Exceptions that only say that another process has failed, which said why itself."""
+"""Exceptions that only report the failure of another process, which has printed the reason."""
 
 _ROOT_CAUSE: Final = "Root Cause (first observed failure):"
 _ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")

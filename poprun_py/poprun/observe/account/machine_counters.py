@@ -1,7 +1,8 @@
-"""What a kernel counts of its machine: each reader makes numbers of it, and agents read them on each host.
+"""Counters of the machine's kernel: each reader returns numbers, and agents call the readers on each host.
 
-poprun's order to start names this module to the agents, which load it in a bare interpreter: standard library
-only, and little of it. A reader gets a process of the program, and returns totals that only grow, by name.
+poprun sends the name of this module to the agents, which load the module in a bare interpreter, so it uses only
+a small part of the standard library. A reader gets a process of the program, and returns totals by name, which
+only grow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stacks of programs, read: the user's latest call, the collective that waits, and the lines of source."""
+"""The meaning of stacks: the user's latest call, the collective in which a program waits, and source lines."""
 
 import linecache
 import os

@@ -1,4 +1,4 @@
-"""Where the time of a job went, in parts that add up: the one set of words for that. Pure."""
+"""The time of a job, split into parts that add up: the one set of words for these parts. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ PARTS: Final = {
     "outside": "other code",
     "unknown": "not measured",
 }
-"""Every part, in the order of the page, and what it is called."""
+"""The parts of a job's time, in the order of the page, with their labels."""
 
 _PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "compute"}
-"""The part to which a phase of another name belongs."""
+"""The part of each phase whose name is not the name of a part."""
 
 
 def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds: float = 0.0) -> dict[str, float]:
     """Return the seconds of each phase, with ``waiting_seconds``, the time spent waiting for the slowest instance.
 
-    What the sampler has not seen is the time before it, so it counts as "start". In the backward pass of
-    DistributedDataParallel a program waits in C++: where it uses no processor there it communicates or waits.
+    Time before the sampler's start counts as "start". In the backward pass of DistributedDataParallel a program
+    waits in C++, so a backward pass without processor time counts as communication or waiting.
     """
     parts = dict(counters.seconds)
     parts["start"] += max(0.0, elapsed_seconds - sum(parts.values()))

@@ -1,1 +1,1 @@
-"""What follows from what is known: who waits for whom, who is at fault, who is slow; whether a restart helps."""
+"""The conclusions from the facts: who waits for whom, who is at fault, who is slow, whether a restart helps."""

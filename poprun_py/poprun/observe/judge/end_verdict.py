@@ -1,4 +1,4 @@
-"""Whose failure ended a job, and who failed only because of it: a pure function of what instances have told."""
+"""The verdict of an end: whose failure ended a job, and who failed only as a consequence. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ _TORN: Final = re.compile(
     r"|Connection closed by peer \["
     r"|was closed: it ended or was lost|had given up waiting, or failed|did not come within"
 )
-"""What the last words of a program hold that failed only because another one was lost, or did not come."""
+"""Last words of a program that failed only because another program was lost or did not come."""
 
 _DIFFERENT: Final = re.compile(
     r"collective mismatch in your code|op\.preamble\.length|appears not to match sizes of the same param"
@@ -44,10 +44,10 @@ _DIFFERENT: Final = re.compile(
 _TOO_LONG: Final = "op.preamble.length <= op.nbytes"
 _PARAMETERS: Final = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
 _BROUGHT: Final = re.compile(r"\s*(?:instances?|ranks?) ([\d, and]+): (.+)")
-"""A line of popdist's errors about calls that differ: who called what."""
+"""A line of popdist's errors about different calls: the instances and their call."""
 
 _LATE: Final = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-"""What rank 0 says of the ranks that did not come to torch's monitored barrier."""
+"""The error of rank 0 about the ranks that did not reach torch's monitored barrier."""
 
 _LOADER_FAILED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited|has been)")
 _NO_SPACE: Final = re.compile(
@@ -109,8 +109,8 @@ def awaits_culprit(
 ) -> bool:
     """Whether all ``failed`` instances have only lost a peer, which may still end by itself in time.
 
-    Connections close before the process that had them has ended, so that those who lost a peer may end before the
-    peer does. ``tails`` are the last lines that each wrote; without them nobody is waited for.
+    The connections of a process close before the process has ended, so an instance that lost a peer may end before
+    the peer. ``tails`` are the last lines of each instance; without these lines poprun does not wait.
     """
     since_seconds = min((it.exited_at_seconds or 0.0 for it in failed.values()), default=0.0)
     if now_seconds - since_seconds >= _CULPRIT_SECONDS or any(it.problem for it in failed.values()):

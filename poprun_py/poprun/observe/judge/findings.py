@@ -72,8 +72,8 @@ class Findings:
 def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
     """Return the resource that the launcher lacked by its own or its shims' lines, and what to do; "" if none.
 
-    A launcher that cannot start a thread may lack a process, or address space for the stack of the thread: where
-    ``limits`` limit the address space, both are named.
+    A launcher that cannot start a thread may lack a process, or address space for the thread's stack. If
+    ``limits`` limit the address space, the text names both.
     """
     numbers = [number for number, pattern in _SHORTAGES.items() if any(map(pattern.search, launcher_output))]
     if any(map(_NO_ROOM.search, launcher_output)):

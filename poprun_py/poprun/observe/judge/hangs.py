@@ -1,9 +1,9 @@
 """The hang of a job: who waits for whom while no instance makes progress. Pure.
 
-Programs that use popdist say that they wait; others that compute next to nothing are asked for their stacks. If
-no program stands in a collective and no program computes, all instances stand still. What counts is for how long
-poprun has heard of no change from any instance. An instance that compiles or saves for long looks the same, so a
-hang is only reported. An instance that spins while it waits (NCCL) is not found.
+Programs with popdist report that they wait. Other programs that compute almost nothing are asked for their
+stacks. If no program is in a collective and no program computes, all instances stand still. The length of a
+hang is the time without a change of any instance. A long compilation looks the same, so a hang is only
+reported. poprun does not find an instance that spins while it waits, as with NCCL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def find_idle(
 ) -> Hang | None:
     """Return the hang of programs that report no waiting; None if an instance was not measured.
 
-    ``calls`` are the collectives that the instances stand in. Without a call the hang is only suspected; if
+    ``calls`` are the collectives in which the instances stand. Without any call the hang is only suspected; but if
     ``are_known`` says that all instances were asked, the hang is a standstill.
     """
     running = [status for status in statuses if status.state is InstanceState.RUNNING]

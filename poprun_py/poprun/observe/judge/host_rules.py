@@ -1,4 +1,4 @@
-"""What is wrong with the hosts of a job: rules over what is known of their instances. Pure."""
+"""Rules that find problems of a job's hosts from the facts about the instances. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class HostFinding:
 
 
 HostRule = Callable[[str, Sequence[InstanceStatus]], HostFinding | None]
-"""What finds something of a host in the status of each instance there."""
+"""A function that finds a problem of a host from the status of each instance on the host."""
 
 
 def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, str]) -> list[HostFinding]:

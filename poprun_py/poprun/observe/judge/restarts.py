@@ -1,4 +1,4 @@
-"""Whether another attempt can help a job that has failed: a pure function of how its attempts ended."""
+"""The decision whether another attempt can help a job that has failed, from the ends of its attempts. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _NOT_THERE: Final = ("ImportError", "ModuleNotFoundError", "SyntaxError", "Inden
 _USAGE_CODE: Final = 2
 _USAGE: Final = re.compile(r"usage: ", re.IGNORECASE)
 _FROM_OUTSIDE: Final = (Cause.LOST, Cause.UNKNOWN, Cause.SIGNAL)
-"""Causes that lie in the machines, or perhaps there: the next attempt may find them gone."""
+"""Causes that are, or may be, in the machines: the next attempt may succeed."""
 
 
 def reason_to_end(ends: Sequence[JobEnd]) -> str:

@@ -1,7 +1,7 @@
-"""Who keeps the others waiting, in which phase, and why: from the last windows of a job. Pure.
+"""The judge of slowness: who keeps the others waiting, in which phase, and why, from the last windows. Pure.
 
-Nobody is named unless one instance comes later than most others in several windows in a row, by a part of a step
-that matters, and by far more than anybody else.
+An instance is called slow only if it comes later than most others in several windows in a row, by a large part
+of a step, and much later than any other instance.
 """
 
 from collections import Counter
@@ -15,10 +15,10 @@ from poprun.observe.account.arrivals import Window
 from poprun.observe.account.judgements import Slowness
 
 NUM_WINDOWS: Final = 4
-"""So many windows in a row must agree."""
+"""The number of windows in a row that must agree."""
 
 MOST_WINDOWS: Final = 3 * NUM_WINDOWS
-"""So many windows are kept, for steps that are late now and then."""
+"""The number of windows that are kept, to find steps that are late now and then."""
 
 _LEAST_SECONDS: Final = 0.004
 _LEAST_SHARE: Final = 0.1  # of a step
@@ -40,8 +40,8 @@ _OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
     """Return the instance that was slow in all of the last ``NUM_WINDOWS`` windows; None if there is none.
 
-    ``trip_seconds`` is the longest way of a message between hosts and back; 0 on one host. An instance that is
-    late by no more, or without working longer than the others, only hears of their collectives later.
+    ``trip_seconds`` is the longest round trip of a message between hosts; 0 on one host. An instance that is late
+    by less than a round trip, or that works no longer than the others, only receives messages later.
     """
     latest = _find_latest(windows, trip_seconds)
     last = windows[-NUM_WINDOWS:]
@@ -67,8 +67,8 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
 def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
     """Return the one instance that is late in some steps, its mean delay and how often; None if there is none.
 
-    Instances that are late by chance are late in turns, so that one of them has most late steps by the chance of
-    tosses of a coin. An instance that was slow in a part of the windows is not late now and then.
+    Instances that are late by chance are late in turns, so the probability of many late steps of one instance is
+    the probability of coin tosses. Windows in which most steps are late do not count.
     """
     if len(windows) < NUM_WINDOWS or any(it["messages"] for window in windows for it in window.totals.values()):
         return None, ()
@@ -135,8 +135,8 @@ def find_slow_link(
 ) -> Slowness | None:
     """Return the hosts with a slow link if communication takes much of a step; None if no link is slow.
 
-    ``round_trips`` are the times that a message takes from poprun's own host to each other one and back. Without
-    ``own_host`` poprun runs elsewhere: the way that all of them have in common is not the job's.
+    ``round_trips`` are the times of a message from poprun's host to each other host and back. If ``own_host`` is
+    None, poprun runs outside of the job, and the way from poprun to the hosts does not count.
     """
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or not round_trips:
@@ -233,8 +233,8 @@ def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
 def find_phase(windows: Sequence[Window], instance: int) -> str:
     """Return the phase in which an instance loses the most time.
 
-    Where others wait in their backward pass its own looks short: that has lost what the other phases have not.
-    That rest holds the errors of all the others, too, so it has to be clearly larger.
+    If the other instances wait in their backward passes, a slow backward pass looks short. Its delay is then the
+    delay that no other phase explains. This rest contains all errors, so it must be clearly larger.
     """
     excess = _excess(windows, instance)
     delay = fmean(window.delays[instance] for window in windows)

@@ -1,7 +1,7 @@
-"""Who is at fault at an end or a standstill of a job: a pure function of what all instances have told.
+"""The verdict of a hang: whom the others wait for, from the evidence of all instances. Pure.
 
-A wrong name is the worst answer: where two instances do not fit together and nothing says which of them is wrong,
-both are named, and neither is the culprit.
+A wrong name is the worst answer. If two instances do not fit together and no fact shows which instance is
+wrong, the verdict names both instances, and neither instance is the culprit.
 """
 
 import re

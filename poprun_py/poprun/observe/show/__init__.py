@@ -1,1 +1,1 @@
-"""What users see of a job: the printed end, the report and its page, the live view, the trace, the metrics."""
+"""The output about a job: the printed end, the report and its page, the live view, the trace, the metrics."""

@@ -1,8 +1,8 @@
-"""Two reports of jobs compared: what became slower or better, where, and by how much more than noise. Pure.
+"""The comparison of two reports: what became slower or better, where, and how much more than noise. Pure.
 
-The noise is the runs' own: the steps of each are cut into parts of equal length, and as far as these lie apart two
-runs of one program may, too. Before that the machine's part is taken off: how much longer instances waited for a
-core.
+The noise is a property of the runs. The steps of each run are cut into parts of equal length, and two runs of
+one program may differ as much as these parts differ. The time that instances waited for a core is subtracted
+first, because the machine causes this time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from poprun.text.screen import visible
 
 NUM_PARTS: Final = 6
 LEAST_CHANGE: Final = 0.04
-"""Two processes of one program differ by nearly as much, for where their memory happens to lie."""
+"""The least change that counts: two processes of one program differ by nearly as much."""
 
 LEAST_MEMORY_CHANGE: Final = 0.05
 LEAST_MEMORY_BYTES: Final = 32 * 2**20

@@ -1,4 +1,4 @@
-"""What is wrong with a host, in words: a line for each kind of finding. Pure."""
+"""The problems of a host in words: a line for each kind of finding. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Final

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a running job, at a port of 127.0.0.1, through its own library."""
+"""The server of Prometheus metrics about a running job, at a port of 127.0.0.1, with prometheus_client."""
 
 import socket
 import threading

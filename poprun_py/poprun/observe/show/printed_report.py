@@ -39,10 +39,10 @@ _MAX_SUMMARY: Final = 120
 _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Interrupt|Exit)\b")
 _ABORT: Final = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
-"""What MPICH prints on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
+"""A line of MPICH on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
 
 _KILLED_AT: Final = re.compile(r"PID \d+ RUNNING AT (\S+)")
-"""What Hydra prints of a process that it did not expect to end."""
+"""A line of Hydra about a process that ended unexpectedly."""
 
 
 def blame_aborter(

@@ -1,4 +1,4 @@
-"""The `poprun-report` program: what reports of jobs say, in words."""
+"""The `poprun-report` program, which shows and compares the reports of jobs."""
 
 import os
 import sys
@@ -44,7 +44,7 @@ def show(file: str) -> None:
 def compare(before: str, after: str, *, fail_on_worse: bool) -> None:
     """Say what became slower or better from one report to another, and where.
 
-    A difference is told if it is larger than the noise of both runs. Exit code 0: both could be compared.
+    A difference is shown if it is larger than the noise of both runs. Exit code 0: both reports could be compared.
     """
     comparison = compare_jobs(_read(before), _read(after))
     for warning in comparison.warnings:

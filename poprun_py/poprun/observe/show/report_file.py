@@ -1,4 +1,4 @@
-"""The record of a whole job, how each attempt went and each instance in it, and its report as JSON. Pure."""
+"""The making of a job's record from the ends of its attempts, and the record as JSON. Pure."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A report of a job, or the comparison of two, in words and tables. Pure."""
+"""A report of a job, or the comparison of two reports, in words and tables. Pure."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

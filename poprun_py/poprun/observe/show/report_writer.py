@@ -1,4 +1,4 @@
-"""Writes the report of a job to its files, pages and JSON, while the job runs and at its end."""
+"""The writer of a job's report: pages and JSON files, while the job runs and at its end."""
 
 import os
 import time

@@ -1,6 +1,6 @@
-"""A standstill in words: who waits in what, who is at fault, and where programs stand, as in tracebacks. Pure.
+"""A hang in words: who waits in which call, who is at fault, and the stacks, as in tracebacks. Pure.
 
-The latest call of a stack comes last, with its line of source; instances that stand alike are shown once.
+The latest call of a stack comes last, with its source line. Equal stacks are shown once.
 """
 
 from collections.abc import Collection, Mapping, Sequence

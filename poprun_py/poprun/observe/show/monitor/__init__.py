@@ -1,1 +1,1 @@
-"""The monitor of running jobs, `poprun-top` and ``--monitor``: finds them, listens to them, draws them."""
+"""The monitor of running jobs, `poprun-top` and ``--monitor``, which finds jobs, receives views and draws them."""

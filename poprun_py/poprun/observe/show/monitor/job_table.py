@@ -1,4 +1,4 @@
-"""A view of a job as a table for a person, with how fast each instance is. Pure."""
+"""The table of a running job, with the speed of each instance. Pure."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _PLACES: Final = ("replica", "stage", "shard", "part")
 _HEADINGS: Final = (_INSTANCE, *_PLACES, _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
 _ALWAYS: Final = frozenset({_INSTANCE, _HOST, _STATE, _LAST_LINE})
 _FIRST_TO_GO: Final = (_LAST_LINE, _STATE, "CPU", "memory", _HOST, "loss", "steps/s", *_PLACES, "step")
-"""The order in which columns make room; of the state what an instance waits in."""
+"""The order in which columns are left out; of the state only the call in which an instance waits."""
 
 _WIDEST: Final = 32
 _LEAST_OF_LAST_LINE: Final = 16

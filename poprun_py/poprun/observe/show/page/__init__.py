@@ -1,6 +1,7 @@
-"""The page of a job: one HTML text from its record, which needs neither a network nor other files.
+"""The page of a job: one HTML text, made from the job's record, that needs no network and no other file.
 
-Pure. Whatever programs printed stands in it as text. `sections` writes its parts, and `charts` its curves.
+Pure. Text that a program printed is only text in the page. `sections` writes the parts, and `charts` the
+curves.
 """
 
 from importlib.resources import files

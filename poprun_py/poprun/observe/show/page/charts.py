@@ -1,6 +1,6 @@
-"""Charts of a page: curves over time as SVG that fits any width, with its labels as text beside it. Pure.
+"""Charts of a page: curves over time as SVG that fits any width; the labels are text beside the SVG. Pure.
 
-A curve's points lie on a grid of 1,000 by 1,000; the page's script reads values back from them.
+The points of a curve lie on a grid of 1,000 by 1,000, from which the page's script computes values.
 """
 
 import math
@@ -27,7 +27,7 @@ _MANTISSAS: Final = (1, 2, 2.5, 5, 10)
 _TIMES: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 _DAY: Final = 86400
 _OF_ALL: Final = {"max": "bound", "median": "middle", "min": "bound"}
-"""The lines of a curve that stands for many instances: keys of the report, and the class of each."""
+"""The lines of a large job's curve: keys of the report, and the class of each line."""
 
 _TITLES: Final = {
     "steps_per_second": "steps a second",
@@ -38,7 +38,7 @@ _TITLES: Final = {
     "run_delay": "waiting for a core",
     "memory": "memory",
 }
-"""What the curves are called that poprun measures, in the order of the page."""
+"""The titles of the curves that poprun measures, in the order of the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

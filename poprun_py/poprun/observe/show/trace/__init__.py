@@ -1,1 +1,1 @@
-"""One trace of a whole job: what the programs have recorded, on one clock, and where their time went."""
+"""The trace of a whole job: the recordings of all programs on one clock, and the time of each step."""

@@ -1,6 +1,6 @@
-"""What the programs of an attempt have recorded, merged into one trace when the attempt is over.
+"""The collection of an attempt's recordings, which are merged into one trace when the attempt is over.
 
-Left out is a program that was killed, whose recording is damaged, or whose clock was never compared.
+A program is left out if it was killed, its recording is damaged, or its clock was never compared.
 """
 
 import errno
@@ -82,8 +82,8 @@ def collect_trace(
 ) -> Iterator[str]:
     """Merge the recordings of an attempt; yield the lines to print about the trace.
 
-    ``rounds`` are the exchanges with the clocks of other hosts; None for an attempt that started no program.
-    ``is_stopped`` says whether the user has ended the merging.
+    ``rounds`` are the exchanges with the clocks of other hosts, or None if the attempt started no program.
+    ``is_stopped`` returns whether the user has ended the merging.
     """
     parts = plan.trace_parts(job_id, restart_count)
     folder = os.path.dirname(parts)

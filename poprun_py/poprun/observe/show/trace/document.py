@@ -1,6 +1,6 @@
-"""The merged trace as text that Perfetto and chrome://tracing read: an instance is a process, with rows. Pure.
+"""The merged trace as text for Perfetto and chrome://tracing: an instance is a process with rows. Pure.
 
-The form is Chrome's Trace Event Format; times in the file are microseconds since the first window began.
+The format is Chrome's Trace Event Format. Times in the file are microseconds since the first window began.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which collectives of several instances belong together, and who came to them last. Pure."""
+"""The collectives that several instances called together, and the ends of these calls. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

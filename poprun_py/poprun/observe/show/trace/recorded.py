@@ -1,6 +1,6 @@
-"""What the program of one instance has recorded of some steps (`popdist.startup.recording`), as values. Pure.
+"""The recording of some steps by one instance's program (`popdist.startup.recording`), as values. Pure.
 
-Times are nanoseconds since 1970 by the program's own clock, or by poprun's once they have been converted.
+Times are nanoseconds since 1970 by the program's clock, or by poprun's clock after the conversion.
 """
 
 import json
@@ -15,11 +15,11 @@ from poprun.observe.account.evidence import Call
 from poprun.text.ranges import fold_numbers
 
 DATA_NAME: Final = "enumerate(DataLoader)"
-"""How torch names the time in which a loop waits for its DataLoader."""
+"""The beginning of torch's name for the time in which a loop waits for its DataLoader."""
 
 COLLECTIVE_NAME: Final = "c10d::"
 POPDIST_GROUP: Final = "popdist"
-"""How the names of popdist's own groups begin; the members follow if they are not all instances."""
+"""The beginning of the names of popdist's groups; a group of some instances also names these."""
 
 GPU_ANNOTATION: Final = "gpu_user_annotation"
 GPU_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", GPU_ANNOTATION)

@@ -1,4 +1,4 @@
-"""Where the time of traced steps went on each instance, who was last, and what an ideal job would gain. Pure."""
+"""The time of traced steps on each instance: its parts, who was last, and the gain of an ideal job. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -206,7 +206,7 @@ _GAINS: Final = {
     "if data were always there": "data",
     "if communication were hidden behind compute": "communication",
 }
-"""The parts that an ideal job would not have, and why."""
+"""The parts of the time that an ideal job would not have, by the reason."""
 
 
 def gains(table: TraceTable) -> dict[str, float]:
