@@ -1,6 +1,6 @@
 """A report of a job read back from its JSON, and shown.
 
-Holds poprun.observe.account.job_record, poprun.observe.show.report_words, poprun.observe.show.tables and
+Holds poprun.observe.account.job_record, poprun.observe.show.report_words, poprun.observe.show.report_rows and
 poprun.observe.show.report_command.
 """
 

@@ -12,7 +12,7 @@ from popdist.errors import name_instances
 from poprun.observe.account.job_record import AttemptRecord, InstanceRecord, JobRecord, utc
 from poprun.observe.account.judgements import Verdict
 from poprun.observe.show.compare import Change, Comparison, Difference
-from poprun.observe.show.tables import INSTANCE, instance_cells, text_table
+from poprun.observe.show.report_rows import INSTANCE, instance_cells, text_table
 from poprun.plan.render.table import terminal_text
 from poprun.text.ranges import counted, describe_seconds, fold_hosts
 from poprun.text.screen import visible

@@ -8,7 +8,7 @@ from typing import Final
 from poprun.observe.account.job_record import AttemptRecord, JobRecord
 from poprun.observe.account.time_shares import PARTS, JobTime, find_job_time, offsets
 from poprun.observe.show.page.charts import charts_of, render_charts
-from poprun.observe.show.tables import INSTANCE, Cell, instance_cells
+from poprun.observe.show.report_rows import INSTANCE, Cell, instance_cells
 from poprun.plan.render.picture.documents import render_fragment
 from poprun.plan.render.words import facts_of, size_of
 from poprun.text.ranges import describe_bytes, describe_seconds

@@ -12,7 +12,7 @@ from rich.text import Text
 from poprun.errors import PlanError
 from poprun.observe.account.arrivals import Arrivals, delay_of, last_of
 from poprun.observe.account.evidence import Call, CallKey
-from poprun.observe.show.tables import text_table
+from poprun.observe.show.report_rows import text_table
 from poprun.observe.show.trace.recorded import COLLECTIVE_NAME, DATA_NAME, Slice
 from poprun.plan.render.table import terminal_text
 from poprun.text.fields import read_record

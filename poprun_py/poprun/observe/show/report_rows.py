@@ -1,4 +1,4 @@
-"""Tables of a report: the cells of an instance, and rows of cells as a table for a terminal. Pure."""
+"""Rows of a report: the cells of an instance, and rows of cells as a table for a terminal. Pure."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
