@@ -10,12 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors, the same names as in the table below
+    from popdist import accelerate as accelerate
     from popdist import checkpoint as checkpoint
     from popdist import optim as optim
     from popdist import packing as packing
     from popdist import parallel as parallel
     from popdist import popdist_core as popdist_core
     from popdist import poptorch as poptorch
+    from popdist import transformers as transformers
     from popdist.compat import checkNumIpusPerReplica as checkNumIpusPerReplica
     from popdist.compat import finalizeBackend as finalizeBackend
     from popdist.compat import getDeviceId as getDeviceId
@@ -149,6 +151,9 @@ _OF_TRAINING = tuple(f"popdist.{it}" for it in ("job.collectives", "data.", "par
 
 _PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "parallel", "popdist_core", "poptorch")
 
+_FOR_OTHER_LIBRARIES = ("accelerate", "transformers")
+"""Modules that import a library of the same name, so that they are not part of ``from popdist import *``."""
+
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
 
 if not TYPE_CHECKING:  # type checkers use the imports above
@@ -162,7 +167,7 @@ if _PROGRESS_DESCRIPTOR in os.environ:  # without this variable no agent reads t
 
 
 def __getattr__(name: str) -> object:
-    if name in _PUBLIC_FOLDERS:
+    if name in (*_PUBLIC_FOLDERS, *_FOR_OTHER_LIBRARIES):
         return import_module(f"popdist.{name}")
     if name == "__version__":
         return import_module("popdist.ground.contract").VERSION

@@ -14,7 +14,8 @@ _LOWEST_FIRST: Final = {
     " < command < __main__",
     "poprun.observe": "account < judge < show",
     "popdist": "errors startup < ground < exchange < job < metrics gradients < data < step packing < optim"
-    " < phases < parallel < checkpoint compat tensorflow onnx poptorch launching < popdist_core popart",
+    " trainers < phases accelerate < parallel transformers"
+    " < checkpoint compat tensorflow onnx poptorch launching < popdist_core popart",
     "popdist.ground": "layout local_tensors tree trusted_paths < contract installation torch_private extension"
     " < torch_private_groups < environments progress accelerators",
     "popdist.exchange": "host_memory < transport < groups < process_group",

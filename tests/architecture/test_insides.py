@@ -94,6 +94,11 @@ INSIDES: Final = (
         "popdist.startup.sitecustomize",
         "the loader, without the time that importing importlib takes at each start of Python",
     ),
+    Use(
+        "_dataloaders _schedulers __class__=",
+        "popdist.accelerate",
+        "accelerate gives no other way into its lists of saved objects; a Trainer makes its own accelerator",
+    ),
     Use("__class__=", "poptorch.blocks.annotations", "PopTorch's way to annotate a layer of a model"),
     Use("nn.Parameter.replicaGrouping=", "poptorch.executor.module_tensors", "PopTorch's method of parameters"),
     Use(

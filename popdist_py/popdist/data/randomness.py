@@ -6,6 +6,7 @@ dataset reads a sample, the generators get a state that follows from seed, epoch
 same for any number of instances and workers.
 """
 
+import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -119,6 +120,19 @@ class ReplicaRandomness:
             number = _number(self.seed, replica, "device", self._stage)
             self._states[replica].device = torch.Generator(device).manual_seed(number).get_state()
         return RandomScope(self._states, replica, device)
+
+    def begin_as_program(self, device: torch.device) -> None:
+        """Replace the states of each local replica by a copy of the program's states.
+
+        Args:
+            device: Where the replicas compute; the state of its generator is copied, too, if it is an accelerator.
+        """
+        python = _python.take_out()
+        _python.put_in(python)
+        own = None if device.type in ("cpu", "meta") else accelerator.random_state(device)
+        for replica in self._states:
+            bits, state = copy.deepcopy(get_bit_generator()), torch.get_rng_state()
+            self._states[replica] = _States(python, bits, state, None if own is None else own.clone())
 
     def state_dict(self) -> dict[str, dict[str, object]]:
         """Return the random states of each local replica; the key is the replica's job-wide number as a string.

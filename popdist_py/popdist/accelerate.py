@@ -1,0 +1,448 @@
+"""accelerate's Accelerator for a job of replicas: each replica has what one process of accelerate has.
+
+Needs the package ``accelerate``. One line changes: ``from popdist.accelerate import Accelerator``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from popdist.errors import BatchError, WeightsError
+from popdist.job import context
+from popdist.step.training.replicated_model import ReplicatedModel
+from popdist.trainers.replica_rows import ReplicaScopes, RowDataset, RowSampler, RowStream, same_row
+from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
+
+_NO_STEP = (
+    "optimizer.step() was not called in a turn of the loop whose gradients it needs. To accumulate gradients, "
+    "write Accelerator(gradient_accumulation_steps=N) and `with accelerator.accumulate(model):`"
+)
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's Accelerator, in whose loop replicas take the place of processes.
+
+    In a job of R replicas, replica r trains on the batches that accelerate gives to process r of R processes, and
+    the weights are bitwise equal for any number of instances. A loop over a prepared loader, while the model is in
+    training mode, yields the batches of the instance's replicas one after the other. ``sync_gradients`` is True at
+    the last batch of an optimizer step, so that ``optimizer.step()`` and ``scheduler.step()`` act only there.
+    Count steps by ``sync_gradients``. ``len(loader)`` is the number of batches of one replica, and
+    ``num_processes`` is the number of replicas. While the model is in evaluation mode, a loader gives each batch
+    to one instance, as accelerate gives each batch to one process. In a job of one replica, all is as in
+    accelerate.
+
+    Args:
+        *args: As of ``accelerate.Accelerator``, and so are the keyword arguments.
+
+    Raises:
+        BatchError: For what is not the same for any number of instances: FSDP, DeepSpeed, Megatron-LM, parallelism
+            inside a replica, ``dispatch_batches=True``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        context.ensure_init()
+        super().__init__(*args, **kwargs)
+        self._begin_replicas()
+
+    @classmethod
+    def take_over(cls, accelerator: accelerate.Accelerator) -> None:
+        """Make an accelerator that another library has made, and not used yet, one of this class."""
+        accelerator.__class__ = cls
+        accelerator._begin_replicas()  # noqa: SLF001 - it has this class now
+
+    def _begin_replicas(self) -> None:
+        self.num_replicas = context.num_replicas()
+        self.replica_steps: ReplicaSteps | None = None
+        self.deals_rows = False
+        self._counts_instances = False
+        self._turn = _Turn()
+        if self.num_replicas > 1:
+            self._refuse_engines()
+            self.register_save_state_pre_hook(self._save_states)
+            self.register_load_state_pre_hook(self._load_states)
+
+    def _refuse_engines(self) -> None:
+        """Raise BatchError for options under which another library makes the steps."""
+        kind = str(self.distributed_type).rpartition(".")[-1]
+        if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            raise BatchError(
+                f"popdist.accelerate.Accelerator with {kind}: another engine would make the steps. Leave out its "
+                "plugin, or use accelerate.Accelerator"
+            )
+        if self.parallelism_config is not None:
+            raise BatchError("popdist.accelerate.Accelerator takes no parallelism_config: leave it out")
+        if self.dispatch_batches:
+            raise BatchError(
+                "dispatch_batches=True lets process 0 read the data of all processes: leave it out, and each "
+                "instance reads the batches of its replicas"
+            )
+
+    @property
+    def num_processes(self) -> int:
+        """The number of replicas, each of which takes the place of a process."""
+        return int(super().num_processes) if self._counts_instances else context.num_replicas()
+
+    @contextmanager
+    def counting_instances(self) -> Iterator[None]:
+        """Let ``num_processes`` be the number of instances, as in an evaluation, whose batches instances share."""
+        self._counts_instances = True
+        try:
+            yield
+        finally:
+            self._counts_instances = False
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this instance is the last one."""
+        return bool(self.process_index == super().num_processes - 1)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,  # noqa: FBT001 - accelerate's signature
+        evaluation_mode: bool = False,  # noqa: FBT001, FBT002 - accelerate's signature
+    ) -> nn.Module:
+        """Prepare ``model`` as accelerate does, with ReplicatedModel in place of DistributedDataParallel.
+
+        Raises:
+            WeightsError: If a model was prepared before this one: the steps of two models cannot be told apart.
+        """
+        is_trained = any(parameter.requires_grad for parameter in model.parameters()) and not evaluation_mode
+        if self.num_replicas == 1 or not is_trained or isinstance(model, ReplicatedModel):
+            prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=evaluation_mode)
+            return prepared
+        if self.replica_steps is not None and self.replica_steps.model.module is not model:
+            raise WeightsError(
+                "popdist.accelerate.Accelerator prepares one model that is trained, and this is the second one: "
+                "put both into one nn.Module, or prepare the other one with evaluation_mode=True"
+            )
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if self.replica_steps is None:
+            self.replica_steps = ReplicaSteps(prepared)
+        return self.replica_steps.model
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the module inside a prepared model."""
+        inner = model.module if isinstance(model, ReplicatedModel) else model
+        unwrapped: nn.Module = super().unwrap_model(inner, *args, **kwargs)
+        return unwrapped
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,  # noqa: FBT001 - accelerate's signature
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """Prepare a loader: in training it yields the batches of this instance's replicas.
+
+        Raises:
+            BatchError: If the sampler of the loader deals samples to processes already, or replicas would have
+                different numbers of batches.
+        """
+        if self.num_replicas == 1 or isinstance(data_loader, PreparedLoader):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        _refuse_loader(data_loader)
+        if not self.use_seedable_sampler:
+            _seed_sampler(data_loader)
+        dispatches, self.dataloader_config.dispatch_batches = self.dataloader_config.dispatch_batches, False
+        with self.counting_instances():
+            dealt = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        self.dataloader_config.dispatch_batches = dispatches
+        if int(super().num_processes) == 1 and not isinstance(data_loader.dataset, IterableDataset):
+            dealt = self._filled(data_loader, dealt)
+        rows = self._rows(data_loader, dealt)
+        if self.deals_rows:
+            self._dataloaders[-1] = rows
+            return rows
+        loader = PreparedLoader(self, dealt, rows)
+        self._dataloaders[-1] = loader
+        return loader
+
+    def _filled(self, loader: Any, dealt: Any) -> Any:
+        """Return a loader whose last batch is filled up, as accelerate does in a job of several processes only."""
+        sampler = BatchSamplerShard(
+            dealt.batch_sampler, 1, 0, split_batches=self.split_batches, even_batches=self.even_batches
+        )
+        options = {**_options(loader), "collate_fn": loader.collate_fn, "dataset": loader.dataset}
+        return DataLoaderShard(device=dealt.device, batch_sampler=sampler, _drop_last=loader.drop_last, **options)
+
+    def _rows(self, loader: Any, dealt: Any) -> Any:
+        """Return the loader of rows: one batch of each local replica, dealt from the batches of ``loader``."""
+        replicas = context.local_replicas()
+        options = _options(loader)
+        if isinstance(loader.dataset, IterableDataset):
+            options["dataset"] = RowStream(
+                loader.dataset,
+                loader.batch_size or 1,
+                loader.drop_last,
+                loader.collate_fn,
+                replicas,
+                self.num_replicas,
+                self._begin_epoch,
+            )
+            options["batch_size"] = None
+        else:
+            scopes = ReplicaScopes(self._steps, replicas, loader.worker_init_fn)
+            options["dataset"] = RowDataset(loader.dataset, loader.collate_fn, scopes, replicas)
+            options["collate_fn"] = same_row
+            options["batch_sampler"] = self._row_sampler(dealt.batch_sampler, replicas)
+        return DataLoaderShard(
+            device=dealt.device,
+            rng_types=dealt.rng_types,
+            synchronized_generator=dealt.synchronized_generator,
+            _drop_last=loader.drop_last or len(replicas) > 1,  # accelerate then keeps repeated samples
+            **options,
+        )
+
+    def _row_sampler(self, batch_sampler: Any, replicas: range) -> RowSampler:
+        source = batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
+        shards = [
+            partial(
+                BatchSamplerShard,
+                num_processes=self.num_replicas,
+                process_index=replica,
+                split_batches=self.split_batches,
+                even_batches=self.even_batches,
+            )
+            for replica in range(self.num_replicas)
+        ]
+        numbers = {len(shard(source)) for shard in shards}
+        if len(numbers) > 1:
+            raise BatchError(
+                f"even_batches=False, and the replicas would have {min(numbers)} or {max(numbers)} batches: "
+                "choose even_batches=True, or a loader with drop_last=True"
+            )
+        return RowSampler(source, [shards[it] for it in replicas], self.num_replicas, self._begin_epoch)
+
+    def _steps(self) -> ReplicaSteps | None:
+        return self.replica_steps
+
+    def _begin_epoch(self) -> None:
+        if self.replica_steps is not None:
+            self.replica_steps.begin_epoch()
+
+    def prepare_optimizer(
+        self,
+        optimizer: Any,
+        device_placement: bool | None = None,  # noqa: FBT001 - accelerate's signature
+    ) -> Any:
+        """Prepare an optimizer whose ``step()`` acts when the gradients of all replicas are there."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if self.num_replicas == 1 or not isinstance(prepared, AcceleratedOptimizer):
+            return prepared
+        own = _Optimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
+        own.end_of_turn = self._end_with_step
+        self._optimizers[-1] = own
+        return own
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a learning rate scheduler, which advances once for each replica, as for each process."""
+        prepared = super().prepare_scheduler(scheduler)
+        if isinstance(prepared, AcceleratedScheduler) and context.num_local_replicas() > 1:
+            prepared = _Scheduler(
+                prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, prepared.split_batches
+            )
+            self._schedulers[-1] = prepared
+        return prepared
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Accumulate gradients over ``gradient_accumulation_steps`` batches of each replica."""
+        if self.num_replicas == 1 or not self._turn.is_on:
+            with super().accumulate(*models):
+                yield
+            return
+        self._turn.accumulates = True
+        yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Do nothing for the replicated model, whose gradients are reduced at the end of a step."""
+        if isinstance(model, ReplicatedModel):
+            return nullcontext()
+        unsynchronised: AbstractContextManager[Any] = super().no_sync(model)
+        return unsynchronised
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of ``loss``; at the last batch of a step, reduce the gradients of all replicas."""
+        steps = self.replica_steps
+        if self._turn.is_on and (steps is None or not steps.is_open):
+            raise BatchError(
+                "accelerator.backward() was called twice at the last batch of a step: add the losses, and call "
+                "accelerator.backward() once"
+            )
+        super().backward(loss, **kwargs)
+        if self._turn.is_on and self._turn.is_last:
+            self._end_micro_batch()
+
+    def _end_with_step(self) -> None:
+        self._turn.has_stepped = True
+        if self._turn.is_on and self._turn.is_last:
+            self._end_micro_batch()
+
+    def _end_micro_batch(self) -> None:
+        if self.replica_steps is not None:
+            self.replica_steps.end(add=len(self.replica_steps.replicas) == 1)
+
+    @property
+    def begun_steps(self) -> ReplicaSteps:
+        """The steps of the prepared model; raises BatchError before a model was prepared."""
+        if self.replica_steps is None:
+            raise BatchError(
+                "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
+            )
+        return self.replica_steps
+
+    def turns(self, rows: Any) -> Iterator[Any]:
+        """Yield the batches of all rows, each as the replica whose batch it is: the inside of a training loop."""
+        steps = self.begun_steps
+        group: list[Any] = []
+        try:
+            for row in rows:
+                group.append(row)
+                if len(group) == self.gradient_accumulation_steps or rows.end_of_dataloader:
+                    for micro_batch in in_replica_order(group):
+                        self._begin_turn(micro_batch)
+                        yield micro_batch.content
+                        self._end_turn()
+                    group = []
+        finally:
+            self._turn.is_on = False
+            self.sync_gradients = True
+            steps.abandon()
+
+    def _begin_turn(self, micro_batch: ReplicaBatch) -> None:
+        self._turn = _Turn(is_on=True, is_last=micro_batch.is_last)
+        self.sync_gradients = micro_batch.is_last
+        self.begun_steps.begin(micro_batch)
+
+    def _end_turn(self) -> None:
+        turn = self._turn
+        self._end_micro_batch()
+        one = len(context.local_replicas()) == self.gradient_accumulation_steps == 1
+        if not (turn.has_stepped or one or (turn.accumulates and not turn.is_last)):
+            raise BatchError(_NO_STEP)
+
+    def _save_states(self, _models: Any, _weights: Any, folder: str) -> None:
+        """Save the random states of all replicas with accelerate's checkpoint."""
+        if self.replica_steps is not None:
+            self.replica_steps.save(Path(folder))
+
+    def _load_states(self, _models: Any, folder: str) -> None:
+        if self.replica_steps is not None:
+            self.replica_steps.load(Path(folder))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader without the first ``num_batches`` batches of each replica."""
+        if not isinstance(dataloader, PreparedLoader):
+            return super().skip_first_batches(dataloader, num_batches)
+        dealt, rows = (super(Accelerator, self).skip_first_batches(it, num_batches) for it in dataloader.loaders)
+        return PreparedLoader(self, dealt, rows)
+
+
+@dataclass
+class _Turn:
+    """What the program has done since the loader gave it a batch; ``is_on`` only in a training loop."""
+
+    is_on: bool = False
+    is_last: bool = False
+    accumulates: bool = False
+    has_stepped: bool = False
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """accelerate's optimizer, whose step ends the micro batch before."""
+
+    end_of_turn: Callable[[], None]
+
+    def step(self, closure: Any = None) -> None:
+        """Step, if the gradients of all replicas are there."""
+        self.end_of_turn()
+        super().step(closure)
+
+
+class _Scheduler(AcceleratedScheduler):
+    """accelerate's scheduler, which advances once for each replica in place of each process."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the learning rate, if the optimizer has stepped."""
+        counts_processes = (
+            self.step_with_optimizer and self.gradient_state.sync_gradients and not self.split_batches
+        )
+        for _ in range(context.num_local_replicas() if counts_processes else 1):
+            super().step(*args, **kwargs)
+
+
+class PreparedLoader:
+    """A prepared loader: in training the batches of the local replicas, in evaluation those of this instance.
+
+    Attributes that the class does not have are those of accelerate's loader for the evaluation.
+    """
+
+    def __init__(self, accelerator: Accelerator, dealt: Any, rows: Any) -> None:
+        self.loaders = (dealt, rows)
+        self._accelerator = accelerator
+        self._last = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        dealt, rows = self.loaders
+        steps = self._accelerator.replica_steps
+        if steps is not None and steps.model.module.training and torch.is_grad_enabled():
+            self._last = rows
+            return self._accelerator.turns(rows)
+        self._last = dealt
+        if steps is not None:
+            steps.draw_of_loader()
+        return iter(dealt)
+
+    def __len__(self) -> int:
+        """Return the number of batches of one replica; of this instance, after an evaluation has begun."""
+        return len(self._last)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loaders[0], name)
+
+    @property  # type: ignore[misc]  # as accelerate's loaders do it
+    def __class__(self) -> Any:
+        """DataLoader, because programs ask whether this is a DataLoader; accelerate's loaders do the same."""
+        return DataLoader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers and the dataset the number of the epoch."""
+        for loader in self.loaders:
+            loader.set_epoch(epoch)
+
+
+def _options(loader: Any) -> dict[str, Any]:
+    """Return the options of a DataLoader that a loader with other batches keeps."""
+    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    return {name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")}
+
+
+def _refuse_loader(loader: Any) -> None:
+    """Raise BatchError for a loader whose batches cannot be dealt to replicas."""
+    if isinstance(loader.sampler, DistributedSampler):
+        raise BatchError(
+            "the loader has a DistributedSampler, which deals samples to processes: leave it out, and the "
+            "Accelerator deals the batches to the replicas"
+        )
+    if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None:
+        raise BatchError("the loader has batch_size=None: give it a batch_size, or a batch_sampler")
+
+
+def _seed_sampler(loader: Any) -> None:
+    """Give a random sampler a generator of its own, which accelerate does in a job of several processes only."""
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    if hasattr(sampler, "generator") and sampler.generator is None:
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        sampler.generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,178 @@
+"""The training data of this instance's replicas: rows of batches, dealt as another library deals to processes."""
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, tee
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from popdist.data.randomness import RandomScope, ReplicaRandomness
+from popdist.trainers.replica_steps import ReplicaSteps
+
+T = TypeVar("T")
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Row(list[T]):
+    """One batch of each replica of this instance, in the order of the replicas."""
+
+
+class RowSampler(Sampler[list[list[int]]]):
+    """Yields for each step the indices of this instance's replicas: one list of indices for each replica.
+
+    Args:
+        batch_sampler: Yields the batches of the whole job, lists of indices.
+        shards: For each replica of this instance, makes from such a sampler the sampler of the replica's batches.
+        num_replicas: The replicas of the job.
+        begin_epoch: Called when the first batch of an epoch is read.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        shards: list[Callable[[Any], Any]],
+        num_replicas: int,
+        begin_epoch: Callable[[], None],
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_replicas  # as accelerate names it
+        self.sampler = getattr(batch_sampler, "sampler", None)  # accelerate tells it the epoch
+        self._shards = shards
+        self._begin_epoch = begin_epoch
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __len__(self) -> int:
+        """Return the number of batches of one replica."""
+        return len(self._shards[0](self.batch_sampler))
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        self._begin_epoch()
+        same = tee(iter(self.batch_sampler), len(self._shards))
+        dealt = [shard(_Batches(self.batch_sampler, it)) for shard, it in zip(self._shards, same, strict=True)]
+        for row in zip(*dealt, strict=True):
+            yield list(row)
+
+
+class _Batches:
+    """The batches of one pass over ``batch_sampler``, which several shards read."""
+
+    def __init__(self, batch_sampler: Any, batches: Iterator[Any]) -> None:
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield a copy of each batch, because a shard of accelerate lengthens the last batch in place."""
+        return map(list, self._batches)
+
+
+def no_steps() -> None:
+    """Return None: a worker of a loader has no model."""
+
+
+class ReplicaScopes:
+    """The random states of this instance's replicas while data is read, in the process or in a worker.
+
+    A worker draws a replica's numbers from states that begin as those of the worker of a process whose rank is the
+    replica's number: ``worker_init_fn`` may be a ``functools.partial`` with the keyword ``rank``.
+    """
+
+    def __init__(self, steps: Callable[[], ReplicaSteps | None], replicas: range, worker_init_fn: Any) -> None:
+        self._steps = steps
+        self._replicas = replicas
+        self._worker_init_fn = worker_init_fn
+        self._of_worker: dict[int, ReplicaRandomness] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_steps": no_steps}
+
+    def of(self, replica: int) -> RandomScope:
+        """Return the context in which the samples of the replica ``replica`` are read."""
+        worker = get_worker_info()
+        if worker is None and (steps := self._steps()) is not None:
+            return steps.scope_of(replica)
+        if not self._of_worker:
+            self._of_worker.update({it: self._begin(it, worker) for it in self._replicas})
+        return self._of_worker[replica].of(replica, torch.device("cpu"))
+
+    def _begin(self, replica: int, worker: Any) -> ReplicaRandomness:
+        init = self._worker_init_fn
+        if worker is not None and isinstance(init, functools.partial) and "rank" in init.keywords:
+            random.seed(worker.seed)
+            torch.manual_seed(worker.seed)
+            functools.partial(init, rank=replica)(worker.id)
+        randomness = ReplicaRandomness(0, range(replica, replica + 1))
+        randomness.begin_as_program(torch.device("cpu"))
+        return randomness
+
+
+@dataclass
+class RowDataset(Dataset[Any]):
+    """The dataset whose item for a replica and a list of indices is the replica's batch."""
+
+    dataset: Any
+    collate_fn: Collate
+    scopes: ReplicaScopes
+    replicas: range
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, row: Iterable[list[int]]) -> Row[Any]:
+        """Return the batch of each replica for a row of lists of indices; torch calls this with a whole row."""
+        batches: Row[Any] = Row()
+        for replica, indices in zip(self.replicas, row, strict=True):
+            with self.scopes.of(replica):
+                batches.append(self.collate_fn(self._samples(indices)))
+        return batches
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        return list(many(indices)) if many else [self.dataset[index] for index in indices]
+
+
+def same_row(row: Row[T]) -> Row[T]:
+    """Return the row of collated batches as it is: what a DataLoader over a :class:`RowDataset` collates with."""
+    return row
+
+
+@dataclass
+class RowStream(IterableDataset[Any]):
+    """The rows of a dataset without indices: the batches that follow each other belong to replica 0, 1, 2 ..."""
+
+    dataset: Any
+    batch_size: int
+    drop_last: bool
+    collate_fn: Collate
+    replicas: range
+    num_replicas: int
+    begin_epoch: Callable[[], None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "begin_epoch": no_steps}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset the epoch, if it has the method ``set_epoch``."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Row[Any]]:
+        """Read the stream once; the last step's missing samples are the first ones again, as accelerate does."""
+        if get_worker_info() is None:
+            self.begin_epoch()
+        size, samples = self.batch_size * self.num_replicas, iter(self.dataset)
+        first: list[Any] = []
+        while step := list(islice(samples, size)):
+            first = first or step
+            if len(step) < size and self.drop_last:
+                return
+            while len(step) < size:
+                step = (step + first)[:size]
+            starts = [replica * self.batch_size for replica in self.replicas]
+            yield Row(self.collate_fn(step[start : start + self.batch_size]) for start in starts)

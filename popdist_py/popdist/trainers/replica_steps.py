@@ -1,0 +1,143 @@
+"""One optimizer step of all replicas, in a training loop that another library owns."""
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from popdist.data.randomness import RandomScope, ReplicaRandomness
+from popdist.errors import BatchError
+from popdist.job import context
+from popdist.job.collectives import gather_bytes
+from popdist.job.instances import is_main
+from popdist.step.training.replicated_model import ReplicatedModel
+
+_FILE = "replica_random_states.bin"
+"""The file of a checkpoint that has the random states of all replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaBatch:
+    """A batch of one replica, and its place among the micro batches of this instance's optimizer step."""
+
+    content: Any
+    index: int
+    accumulation: int
+    is_last: bool
+
+
+def in_replica_order(rows: Sequence[Sequence[Any]]) -> list[ReplicaBatch]:
+    """Return the micro batches of one optimizer step: all batches of the first replica, then of the second one.
+
+    Args:
+        rows: One row for each accumulation step; a row has one batch for each local replica.
+    """
+    contents = [row[replica] for replica in range(len(rows[0])) for row in rows] if rows else []
+    last = len(contents) - 1
+    return [ReplicaBatch(content, index, len(rows), index == last) for index, content in enumerate(contents)]
+
+
+class ReplicaSteps:
+    """The steps of a model in another library's loop: the micro batches of its replicas, then one reduction.
+
+    The gradient of a step is the mean over all replicas of each replica's own gradient, as DistributedDataParallel
+    takes it over processes. A replica's random states begin as a copy of the process's states.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = ReplicatedModel(module)
+        self.replicas = context.local_replicas()
+        self._has_states = False
+        self._open: ReplicaBatch | None = None
+        self._scope = ExitStack()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro batch has begun and its gradient was not added yet."""
+        return self._open is not None
+
+    @property
+    def randomness(self) -> ReplicaRandomness:
+        """The random states of this instance's replicas, copies of the process's states at the first use."""
+        if not self._has_states:
+            self._has_states = True
+            self.model.randomness.begin_as_program(self._device)
+        return self.model.randomness
+
+    @property
+    def _device(self) -> Any:
+        return next(self.model.parameters()).device
+
+    def scope_of(self, replica: int) -> RandomScope:
+        """Return the context in which the process draws the random numbers of the replica ``replica``."""
+        return self.randomness.of(replica, self._device)
+
+    def begin_epoch(self) -> None:
+        """Let each replica draw what a process draws when a DataLoader begins; at first, copy the states."""
+        if self._has_states:
+            self.draw_of_loader()
+        else:
+            _ = self.randomness
+
+    def draw_of_loader(self) -> None:
+        """Let each replica draw what torch's DataLoader draws from the process's state when it begins."""
+        if self._has_states:
+            for replica in self.replicas:
+                with self.scope_of(replica):
+                    next(iter(DataLoader(TensorDataset(torch.zeros(1, dtype=torch.float32, device="cpu")))))
+
+    def begin(self, micro_batch: ReplicaBatch) -> None:
+        """Begin a micro batch: until :meth:`end` the process computes as the replica of ``micro_batch``."""
+        _ = self.randomness
+        scope = self.model.micro_batch(
+            micro_batch.index, weight=1 / context.num_replicas(), accumulation=micro_batch.accumulation
+        )
+        self._scope.enter_context(scope)
+        self._open = micro_batch
+
+    def end(self, *, add: bool = False) -> None:
+        """End the open micro batch, if there is one; after the last one ``.grad`` is the job's gradient."""
+        ended, self._open = self._open, None
+        if ended is not None:
+            self._scope.close()
+            if ended.is_last:
+                self.model.reduce_gradients("sum", add=add)
+
+    def abandon(self) -> None:
+        """Leave the open micro batch, if there is one, so that no instance has a gradient of this step."""
+        if self._open is not None:
+            self._open = None
+            left = BatchError("the loop over the loader was left in the middle of a step")
+            self._scope.__exit__(BatchError, left, None)
+
+    @contextmanager
+    def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
+        """Compute as the replica of ``micro_batch``; yields its content."""
+        self.begin(micro_batch)
+        try:
+            yield micro_batch.content
+        except BaseException:
+            self.abandon()
+            raise
+        self.end()
+
+    def save(self, folder: Path) -> None:
+        """Save the random states of all replicas in the folder of a checkpoint; all instances call it."""
+        written = io.BytesIO()
+        torch.save(self.randomness.state_dict(), written)
+        group = context.data_parallel_group()
+        received = gather_bytes(group, "save the replicas' random states", written.getvalue())
+        if is_main():
+            parts = [torch.load(io.BytesIO(data), weights_only=True) for data in received]
+            torch.save({replica: states for part in parts for replica, states in part.items()}, folder / _FILE)
+
+    def load(self, folder: Path) -> None:
+        """Load the random states of this instance's replicas, if the checkpoint in ``folder`` has them."""
+        if (folder / _FILE).exists():
+            self.randomness.load_state_dict(torch.load(folder / _FILE, weights_only=True))

@@ -1,0 +1,236 @@
+"""transformers' Trainer for a job of replicas: each replica has what one process of the Trainer has.
+
+Needs the packages ``transformers`` and ``accelerate``. One line changes: ``from popdist.transformers import
+Trainer``, or ``class MyTrainer(popdist.transformers.Replicated, SFTTrainer)`` for another library's Trainer.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from popdist.accelerate import Accelerator
+from popdist.errors import BatchError
+from popdist.job import context
+from popdist.trainers.replica_rows import Row
+from popdist.trainers.replica_steps import in_replica_order
+
+_REFUSED = {
+    "auto_find_batch_size": "instances would find different batch sizes: choose per_device_train_batch_size",
+    "deepspeed": "DeepSpeed makes the steps itself",
+    "fsdp": "FSDP cuts the model over processes",
+    "parallelism_config": "replicas are whole models",
+}
+"""Arguments of TrainingArguments that a Trainer of replicas refuses, and why."""
+
+
+class Replicated:
+    """A mixin for a ``transformers.Trainer``, in whose training replicas take the place of processes.
+
+    In a job of R replicas, replica r trains on the batches that the Trainer gives to process r of R processes, and
+    the weights and the logged losses are bitwise equal for any number of instances. Steps, epochs, learning rates,
+    logs and checkpoints are counted in steps of the job. An evaluation deals its batches to the instances. A
+    checkpoint can be resumed with another number of instances. In a job of one replica, all is as in transformers.
+
+    Raises:
+        BatchError: For what is not the same for any number of instances, before the first step: the arguments
+            ``deepspeed``, ``fsdp``, ``parallelism_config``, ``auto_find_batch_size``; several GPUs by
+            DataParallel; a batch sampler that deals batches to processes.
+    """
+
+    accelerator: Accelerator
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the Trainer's accelerator: popdist's."""
+        args: Any = self.args  # type: ignore[attr-defined]  # the Trainer's
+        self._has_replicas = context.num_replicas() > 1
+        if not self._has_replicas:
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's method
+            return
+        _refuse(args)
+        context.ensure_init()
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        Accelerator.take_over(self.accelerator)
+        self._losses = _ReplicaLosses(self)
+        self._resumed_from: Path | None = None
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of rows: one batch for each local replica."""
+        if not self._has_replicas:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        self.accelerator.deals_rows = True
+        try:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            self.accelerator.deals_rows = False
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any
+    ) -> tuple[list[Any], Any]:
+        """Return the rows of micro batches of one step, in the order of the replicas, and the items of the job."""
+        if not self._has_replicas:
+            result: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, *args)  # type: ignore[misc]
+            return result
+        rows = list(islice(epoch_iterator, num_batches))
+        if not rows:
+            return [], None
+        self.load_random_states()
+        count = super().get_batch_samples  # type: ignore[misc]
+        numbers = [count(iter(contents), len(rows), *args)[1] for contents in zip(*rows, strict=True)]
+        is_shared = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
+        self._items = [sum(numbers)] * len(numbers) if is_shared and None not in numbers else numbers
+        micro_batches, width = in_replica_order(rows), len(rows[0])
+        return [Row(micro_batches[start : start + width]) for start in range(0, len(micro_batches), width)], None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run the Trainer's step for each micro batch of the row ``inputs``; return their mean loss."""
+        step = super().training_step  # type: ignore[misc]
+        if not self._has_replicas:
+            loss: Tensor = step(model, inputs, num_items_in_batch)
+            return loss
+        losses = []
+        for micro_batch in inputs:
+            replica = micro_batch.index // micro_batch.accumulation
+            with self._steps.micro_batch(micro_batch) as content:
+                losses.append(step(model, content, self._items[replica]))
+            self._losses.add(replica, losses[-1])
+        return torch.stack(losses).mean()
+
+    @property
+    def _steps(self) -> Any:
+        return self.accelerator.replica_steps
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the number of floating-point operations of the micro batches of a row."""
+        count = super().floating_point_ops  # type: ignore[misc]
+        contents = [it.content for it in inputs] if isinstance(inputs, Row) else [inputs]
+        return sum(count(content) for content in contents)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does; a checkpoint may come from a job with another number of instances."""
+        train = super().train  # type: ignore[misc]
+        if not self._has_replicas:
+            return train(resume_from_checkpoint, *args, **kwargs)
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+        self._resumed_from = Path(folder) if folder else None
+        begin = _BeginReplicas(self)
+        self.add_callback(begin)  # type: ignore[attr-defined]
+        try:
+            output = train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.remove_callback(begin)  # type: ignore[attr-defined]
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def load_random_states(self) -> None:
+        """Load the replicas' random states from the checkpoint that the training goes on from, once."""
+        if self._resumed_from is not None:
+            self._steps.load(self._resumed_from)
+            self._resumed_from = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - the Trainer's signature
+        """Save the model; in a checkpoint, also the random states of all replicas."""
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self._has_replicas and _internal_call and output_dir is not None and self._steps is not None:
+            self._steps.save(Path(output_dir))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the Trainer does; a batch's loss is the mean over the batch's own tokens.
+
+        (The Trainer of several processes divides by the tokens of all processes' batches at this time, so its loss
+        of an evaluation depends on the number of processes.)
+        """
+        loop = super().evaluation_loop  # type: ignore[misc]
+        if not self._has_replicas:
+            return loop(*args, **kwargs)
+        arguments: Any = self.args  # type: ignore[attr-defined]
+        is_shared, arguments.average_tokens_across_devices = arguments.average_tokens_across_devices, False
+        try:
+            with self.accelerator.counting_instances():
+                return loop(*args, **kwargs)
+        finally:
+            arguments.average_tokens_across_devices = is_shared
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log ``logs``; the losses in it are means over all replicas."""
+        if self._has_replicas:
+            self._losses.put_in(logs)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class Trainer(Replicated, transformers.Trainer):
+    """``transformers.Trainer`` with replicas in place of processes: see :class:`Replicated`."""
+
+
+class _BeginReplicas(transformers.TrainerCallback):
+    """Loads the replicas' random states at the begin of a training that goes on between two epochs."""
+
+    def __init__(self, trainer: Replicated) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+        """Load the states, unless the training goes on within an epoch, whose first batches are read before."""
+        if state.epoch is not None and state.epoch == int(state.epoch):
+            self._trainer.load_random_states()
+
+
+class _ReplicaLosses:
+    """The losses of each local replica since the last log, summed up as a process of the Trainer sums its own."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._sums = torch.zeros(context.num_local_replicas(), dtype=torch.float32, device="cpu")
+        self._total = 0.0
+        self._first_step: int | None = None
+        self._last_step = 0
+
+    def add(self, replica: int, loss: Tensor) -> None:
+        """Add the loss of a micro batch of the local replica ``replica``."""
+        trainer = self._trainer
+        if self._first_step is None:
+            self._first_step = self._last_step = trainer.state.global_step
+        if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
+            loss = self._sums[replica] / (1 + trainer.state.global_step - self._last_step)
+        self._sums[replica] += loss.cpu()
+
+    def put_in(self, logs: dict[str, float]) -> None:
+        """Replace the losses of this instance in ``logs`` by those of all replicas; all instances call it."""
+        if "loss" not in logs and "train_loss" not in logs:
+            return
+        device, step = self._trainer.args.device, self._trainer.state.global_step
+        sums = self._trainer.accelerator.gather(self._sums.to(device))
+        if "loss" in logs:
+            mean = sums.mean().item()
+            logs["loss"] = mean / max(step - self._last_step, 1)
+            self._total += mean
+            self._last_step = step
+            self._sums.zero_()
+        else:
+            steps = step - (self._first_step or 0)
+            logs["train_loss"] = (self._total + sums[0].item()) / max(steps, 0.001)
+
+
+def _refuse(args: Any) -> None:
+    """Raise BatchError for arguments with which replicas cannot take the place of processes."""
+    for name, reason in _REFUSED.items():
+        if getattr(args, name, None):
+            raise BatchError(
+                f"TrainingArguments({name}=...): {reason}. Leave {name} out, or use transformers.Trainer"
+            )
+    if args.n_gpu > 1:
+        raise BatchError(
+            f"the Trainer would use {args.n_gpu} GPUs by DataParallel: start one instance for each GPU, or set "
+            "CUDA_VISIBLE_DEVICES to one GPU"
+        )
+    if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        raise BatchError("include_num_input_tokens_seen counts the tokens of one replica only: leave it out")
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        raise BatchError(
+            "train_sampling_strategy='batch_rebalance' deals batches to processes: choose another one"
+        )

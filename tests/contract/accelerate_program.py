@@ -1,0 +1,68 @@
+"""A program for accelerate, with dropout and noise in its data, whose lines name the bits of its state."""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import popdist
+from popdist.accelerate import Accelerator
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that draw a random number each time they are read."""
+
+    def __init__(self) -> None:
+        drawn = torch.Generator().manual_seed(1)
+        self.x = torch.randn(54, 8, generator=drawn)
+        self.y = torch.randint(3, (54,), generator=drawn)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] + 0.1 * torch.randn(8), self.y[index]
+
+
+def main(accumulation: int, saved: Path, begin: int) -> None:
+    """Train from epoch ``begin`` to the end of epoch 1, and save the state after each epoch."""
+    set_seed(42)
+    seedable = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=seedable)
+    data = Noisy()
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 400)
+    test = DataLoader(TensorDataset(data.x, data.y), batch_size=4)
+    model, optimizer, loader, test, scheduler = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=4, shuffle=True), test, scheduler
+    )
+    if begin:
+        accelerator.load_state(str(saved / f"epoch-{begin - 1}"))
+        loader.set_epoch(begin)
+    for epoch in range(begin, 2):
+        model.train()
+        steps = 0
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                steps += accelerator.sync_gradients
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            rows = [accelerator.gather_for_metrics((model(x).argmax(-1), y)) for x, y in test]
+        right = torch.cat([found == y for found, y in rows])
+        accelerator.save_state(str(saved / f"epoch-{epoch}"))
+        rate, bits = scheduler.get_last_lr()[0], popdist.checksum(model)
+        accelerator.print(f"epoch {epoch}: {steps} steps, {right.sum()} of {len(right)}, rate {rate:.4f}, {bits}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,55 @@
+"""A program for transformers' Trainer, with dropout and labels left out, whose lines name its losses and bits."""
+
+import sys
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+
+import popdist
+from popdist.transformers import Trainer
+
+
+def sequences(number: int, seed: int) -> list[dict[str, Tensor]]:
+    """Return random sequences; of each another number of labels counts."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(64, (number, 12), generator=drawn)
+    left_out = torch.arange(12) < torch.randint(8, (number, 1), generator=drawn)
+    labels = tokens.masked_fill(left_out, -100)
+    return [{"input_ids": token, "labels": label} for token, label in zip(tokens, labels, strict=True)]
+
+
+def main(folder: str, checkpoint: str | None) -> None:
+    """Train two epochs, from the checkpoint if there is one, and print what the Trainer has logged."""
+    set_seed(3)
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        warmup_steps=2,
+        logging_steps=1,
+        eval_strategy="epoch",
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=sequences(46, 1), eval_dataset=sequences(13, 2))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.is_world_process_zero():
+        names = ("loss", "eval_loss", "grad_norm", "learning_rate")
+        lines = [
+            f"logged {entry['step']} {[entry.get(name) for name in names]}"
+            for entry in trainer.state.log_history[:-1]
+        ]
+        sys.stdout.write("\n".join([*lines, f"logged {popdist.checksum(model)}", ""]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
