@@ -225,8 +225,8 @@ def _refuse(args: Any) -> None:
             )
     if args.n_gpu > 1:
         raise BatchError(
-            f"the Trainer would use {args.n_gpu} GPUs by DataParallel: start one instance for each GPU with poprun, "
-            "which shows each instance its own GPU"
+            f"the Trainer would use {args.n_gpu} GPUs by DataParallel: start one instance for each GPU with "
+            "poprun, which shows each instance its own GPU"
         )
     if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
         raise BatchError("include_num_input_tokens_seen counts the tokens of one replica only: leave it out")
