@@ -410,6 +410,8 @@ class PreparedLoader:
         return len(self._last)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loaders":  # not set yet, while the loader is copied
+            raise AttributeError(name)
         return getattr(self.loaders[0], name)
 
     @property  # type: ignore[misc]  # as accelerate's loaders do it
@@ -431,7 +433,8 @@ def _options(loader: Any) -> dict[str, Any]:
 
 def _refuse_loader(loader: Any) -> None:
     """Raise BatchError for a loader whose batches cannot be dealt to replicas."""
-    if isinstance(loader.sampler, DistributedSampler):
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise BatchError(
             "the loader has a DistributedSampler, which deals samples to processes: leave it out, and the "
             "Accelerator deals the batches to the replicas"

@@ -17,8 +17,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from popdist.accelerate import Accelerator
 from popdist.errors import BatchError
 from popdist.job import context
+from popdist.job.collectives import gather_json
 from popdist.trainers.replica_rows import Row
 from popdist.trainers.replica_steps import in_replica_order
+
+_Base: Any = object
+"""What a type checker takes for the Trainer that the mixin is used with, and whose methods the mixin calls."""
 
 _REFUSED = {
     "auto_find_batch_size": "instances would find different batch sizes: choose per_device_train_batch_size",
@@ -29,7 +33,7 @@ _REFUSED = {
 """Arguments of TrainingArguments that a Trainer of replicas refuses, and why."""
 
 
-class Replicated:
+class Replicated(_Base):
     """A mixin for a ``transformers.Trainer``, in whose training replicas take the place of processes.
 
     In a job of R replicas, replica r trains on the batches that the Trainer gives to process r of R processes, and
@@ -47,25 +51,23 @@ class Replicated:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Trainer's accelerator: popdist's."""
-        args: Any = self.args  # type: ignore[attr-defined]  # the Trainer's
         self._has_replicas = context.num_replicas() > 1
         if not self._has_replicas:
-            super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's method
+            super().create_accelerator_and_postprocess()
             return
-        _refuse(args)
+        _refuse(self.args)
         context.ensure_init()
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         Accelerator.take_over(self.accelerator)
-        self._losses = _ReplicaLosses(self)
         self._resumed_from: Path | None = None
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of rows: one batch for each local replica."""
         if not self._has_replicas:
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
         self.accelerator.deals_rows = True
         try:
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
         finally:
             self.accelerator.deals_rows = False
 
@@ -74,25 +76,23 @@ class Replicated:
     ) -> tuple[list[Any], Any]:
         """Return the rows of micro batches of one step, in the order of the replicas, and the items of the job."""
         if not self._has_replicas:
-            result: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, *args)  # type: ignore[misc]
-            return result
+            return super().get_batch_samples(epoch_iterator, num_batches, *args)  # type: ignore[no-any-return]
         rows = list(islice(epoch_iterator, num_batches))
         if not rows:
             return [], None
         self.load_random_states()
-        count = super().get_batch_samples  # type: ignore[misc]
+        count = super().get_batch_samples
         numbers = [count(iter(contents), len(rows), *args)[1] for contents in zip(*rows, strict=True)]
-        is_shared = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
+        is_shared = self.args.average_tokens_across_devices
         self._items = [sum(numbers)] * len(numbers) if is_shared and None not in numbers else numbers
         micro_batches, width = in_replica_order(rows), len(rows[0])
         return [Row(micro_batches[start : start + width]) for start in range(0, len(micro_batches), width)], None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run the Trainer's step for each micro batch of the row ``inputs``; return their mean loss."""
-        step = super().training_step  # type: ignore[misc]
+        step = super().training_step
         if not self._has_replicas:
-            loss: Tensor = step(model, inputs, num_items_in_batch)
-            return loss
+            return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the Trainer has no types
         losses = []
         for micro_batch in inputs:
             replica = micro_batch.index // micro_batch.accumulation
@@ -107,25 +107,26 @@ class Replicated:
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the number of floating-point operations of the micro batches of a row."""
-        count = super().floating_point_ops  # type: ignore[misc]
+        count = super().floating_point_ops
         contents = [it.content for it in inputs] if isinstance(inputs, Row) else [inputs]
         return sum(count(content) for content in contents)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; a checkpoint may come from a job with another number of instances."""
-        train = super().train  # type: ignore[misc]
+        train = super().train
         if not self._has_replicas:
             return train(resume_from_checkpoint, *args, **kwargs)
         folder = resume_from_checkpoint
         if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+            folder = get_last_checkpoint(self.args.output_dir)
         self._resumed_from = Path(folder) if folder else None
-        begin = _BeginReplicas(self)
-        self.add_callback(begin)  # type: ignore[attr-defined]
+        self._losses = _ReplicaLosses(self)
+        together = _Together(self)  # after the program's callbacks, whose wishes it shares
+        self.add_callback(together)
         try:
             output = train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.remove_callback(begin)  # type: ignore[attr-defined]
+            self.remove_callback(together)
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def load_random_states(self) -> None:
@@ -136,7 +137,7 @@ class Replicated:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - the Trainer's signature
         """Save the model; in a checkpoint, also the random states of all replicas."""
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        super().save_model(output_dir, _internal_call)
         if self._has_replicas and _internal_call and output_dir is not None and self._steps is not None:
             self._steps.save(Path(output_dir))
 
@@ -146,10 +147,10 @@ class Replicated:
         (The Trainer of several processes divides by the tokens of all processes' batches at this time, so its loss
         of an evaluation depends on the number of processes.)
         """
-        loop = super().evaluation_loop  # type: ignore[misc]
+        loop = super().evaluation_loop
         if not self._has_replicas:
             return loop(*args, **kwargs)
-        arguments: Any = self.args  # type: ignore[attr-defined]
+        arguments = self.args
         is_shared, arguments.average_tokens_across_devices = arguments.average_tokens_across_devices, False
         try:
             with self.accelerator.counting_instances():
@@ -159,25 +160,56 @@ class Replicated:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log ``logs``; the losses in it are means over all replicas."""
-        if self._has_replicas:
+        if self._has_replicas and self.is_in_train:
             self._losses.put_in(logs)
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
 
 class Trainer(Replicated, transformers.Trainer):
     """``transformers.Trainer`` with replicas in place of processes: see :class:`Replicated`."""
 
 
-class _BeginReplicas(transformers.TrainerCallback):
-    """Loads the replicas' random states at the begin of a training that goes on between two epochs."""
+class _Together(transformers.TrainerCallback):
+    """Keeps the instances in the same steps: a wish of one instance's callback is the wish of all instances."""
 
     def __init__(self, trainer: Replicated) -> None:
         self._trainer = trainer
+        self._group = context.data_parallel_group()
 
-    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
-        """Load the states, unless the training goes on within an epoch, whose first batches are read before."""
+    def on_train_begin(self, args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+        """Check that the instances train alike, and load the random states of a training that goes on.
+
+        A training that goes on within an epoch loads the states later, after its first batches were read.
+
+        Raises:
+            CollectiveError: If the instances have other arguments.
+        """
+        values = {name: getattr(state, name) for name in _OF_STATE} | {
+            name: getattr(args, name) for name in _OF_ARGS
+        }
+        self._group.agree("Trainer.train(" + ", ".join(f"{name}={value}" for name, value in values.items()) + ")")
         if state.epoch is not None and state.epoch == int(state.epoch):
             self._trainer.load_random_states()
+
+    def on_step_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> Any:
+        """Stop, save, evaluate and log on all instances if a callback of one instance wishes it."""
+        if len(self._group.instances) > 1:
+            wishes = gather_json(
+                self._group, "share the wishes of callbacks", [getattr(control, it) for it in _WISHES]
+            )
+            for name, of_instances in zip(_WISHES, zip(*wishes, strict=True), strict=True):
+                setattr(control, name, any(of_instances))
+        return control
+
+    on_epoch_end = on_evaluate = on_step_end
+
+
+_WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+"""What a callback can wish for, as attributes of TrainerControl."""
+
+_OF_STATE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
+_OF_ARGS = ("gradient_accumulation_steps", "per_device_train_batch_size", "learning_rate", "max_grad_norm", "seed")
+"""What all instances must have alike, as attributes of TrainerState and TrainingArguments."""
 
 
 class _ReplicaLosses:
@@ -201,8 +233,8 @@ class _ReplicaLosses:
 
     def put_in(self, logs: dict[str, float]) -> None:
         """Replace the losses of this instance in ``logs`` by those of all replicas; all instances call it."""
-        if "loss" not in logs and "train_loss" not in logs:
-            return
+        if not logs.keys() >= {"loss", "learning_rate"} and not logs.keys() >= {"train_loss", "train_runtime"}:
+            return  # no log of the Trainer's own
         device, step = self._trainer.args.device, self._trainer.state.global_step
         sums = self._trainer.accelerator.gather(self._sums.to(device))
         if "loss" in logs:
@@ -213,7 +245,8 @@ class _ReplicaLosses:
             self._sums.zero_()
         else:
             steps = step - (self._first_step or 0)
-            logs["train_loss"] = (self._total + sums[0].item()) / max(steps, 0.001)
+            rest = sums[0].item()  # the Trainer, too, adds the rest of process 0 alone
+            logs["train_loss"] = (self._total + rest) / max(steps, 0.001)
 
 
 def _refuse(args: Any) -> None:

@@ -47,6 +47,18 @@ def test_the_trainer_logs_the_same_losses_and_bits(poprun: Poprun, tmp_path: Pat
     assert alone == two == resumed
 
 
+def test_one_instance_stops_all(poprun: Poprun, tmp_path: Path) -> None:
+    """A callback's wish on one instance is that of all; the losses of the next training begin at zero again."""
+    words = ("trainer_program", str(tmp_path), "stop")
+    alone, two = (_run(poprun, *words, num_instances=number) for number in (1, 2))
+
+    assert _lines(alone, "logged ") == _lines(two, "logged ")
+    assert [line.split()[1] for line in _lines(alone, "logged ")[:-1]] == ["1", "2", "2"]  # losses, evaluation
+    (loss,) = _lines(alone, "loss ")
+    assert _lines(two, "loss ") == [loss]
+    assert 3.5 < float(loss.split()[1]) < 4.5
+
+
 REFUSED = """
 import sys, torch
 from torch import nn
@@ -84,6 +96,12 @@ def sampler():
     accelerator, _, _ = begin()
     accelerator.prepare(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=2, rank=0)))
 
+def batch_sampler():
+    from torch.utils.data import BatchSampler
+    accelerator, _, _ = begin()
+    dealt = BatchSampler(DistributedSampler(data, num_replicas=2, rank=0), 4, False)
+    accelerator.prepare(DataLoader(data, batch_sampler=dealt))
+
 def uneven():
     from accelerate.utils import DataLoaderConfiguration
     accelerator, _, _ = begin(dataloader_config=DataLoaderConfiguration(even_batches=False))
@@ -93,7 +111,7 @@ def dispatched():
     from accelerate.utils import DataLoaderConfiguration
     begin(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
 
-for call in (by_hand, twice, two_models, sampler, uneven, dispatched):
+for call in (by_hand, twice, two_models, sampler, batch_sampler, uneven, dispatched):
     try:
         call()
     except Exception as error:
@@ -116,6 +134,7 @@ def test_what_has_no_bits_is_refused_by_name(poprun: Poprun, tmp_path: Path) -> 
         "twice": "BatchError: accelerator.backward() was called twice",
         "two_models": "WeightsError: popdist.accelerate.Accelerator prepares one model",
         "sampler": "BatchError: the loader has a DistributedSampler",
+        "batch_sampler": "BatchError: the loader has a DistributedSampler",
         "uneven": "BatchError: even_batches=False",
         "dispatched": "BatchError: dispatch_batches=True",
     }

@@ -1,10 +1,11 @@
 """A program for transformers' Trainer, with dropout and labels left out, whose lines name its losses and bits."""
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
 
 import popdist
 from popdist.transformers import Trainer
@@ -19,8 +20,20 @@ def sequences(number: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": token, "labels": label} for token, label in zip(tokens, labels, strict=True)]
 
 
+class StopOne(TrainerCallback):
+    """Wishes on instance 0 alone to stop after the second step."""
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        """Stop on one instance."""
+        if popdist.is_main() and state.global_step == 2:
+            control.should_training_stop = True
+
+
 def main(folder: str, checkpoint: str | None) -> None:
-    """Train two epochs, from the checkpoint if there is one, and print what the Trainer has logged."""
+    """Train two epochs, from the checkpoint if there is one, and print what the Trainer has logged.
+
+    With the checkpoint ``stop``, one instance stops, and then all train once more.
+    """
     set_seed(3)
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
@@ -41,14 +54,20 @@ def main(folder: str, checkpoint: str | None) -> None:
         seed=3,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=sequences(46, 1), eval_dataset=sequences(13, 2))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if checkpoint == "stop":
+        trainer.add_callback(StopOne())
+        trainer.train()
+        checkpoint = None
+    output = trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_world_process_zero():
         names = ("loss", "eval_loss", "grad_norm", "learning_rate")
         lines = [
             f"logged {entry['step']} {[entry.get(name) for name in names]}"
             for entry in trainer.state.log_history[:-1]
         ]
-        sys.stdout.write("\n".join([*lines, f"logged {popdist.checksum(model)}", ""]))
+        sys.stdout.write(
+            "\n".join([*lines, f"logged {popdist.checksum(model)}", f"loss {output.training_loss}", ""])
+        )
 
 
 if __name__ == "__main__":
