@@ -135,9 +135,17 @@ class ReplicaSteps:
         received = gather_bytes(group, "save the replicas' random states", written.getvalue())
         if is_main():
             parts = [torch.load(io.BytesIO(data), weights_only=True) for data in received]
-            torch.save({replica: states for part in parts for replica, states in part.items()}, folder / _FILE)
+            unfinished = folder / f"{_FILE}.unfinished"
+            torch.save({replica: states for part in parts for replica, states in part.items()}, unfinished)
+            unfinished.replace(folder / _FILE)
 
     def load(self, folder: Path) -> None:
-        """Load the random states of this instance's replicas, if the checkpoint in ``folder`` has them."""
-        if (folder / _FILE).exists():
-            self.randomness.load_state_dict(torch.load(folder / _FILE, weights_only=True))
+        """Load the random states of this instance's replicas, if the checkpoint in ``folder`` has them.
+
+        All instances call it. Instance 0 reads the file, because other hosts may have no copy of it.
+        """
+        file, group = folder / _FILE, context.data_parallel_group()
+        found = file.read_bytes() if is_main() and file.exists() else b""
+        saved = gather_bytes(group, "load the replicas' random states", found)[0]
+        if saved:
+            self.randomness.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
