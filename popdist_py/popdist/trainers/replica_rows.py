@@ -59,6 +59,35 @@ class RowSampler(Sampler[list[list[int]]]):
             yield list(row)
 
 
+class DealtRows(Sampler[list[list[int]]]):
+    """Yields for each step the indices of this instance's replicas, from one batch sampler for each replica.
+
+    Attributes:
+        first: The number of rows that the next pass leaves out at its beginning.
+    """
+
+    def __init__(self, batch_samplers: list[Any]) -> None:
+        self.batch_samplers = batch_samplers
+        self.first = 0
+
+    @property
+    def sampler(self) -> "DealtRows":
+        """This object, because Lightning looks here for the method ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers of all replicas the number of the epoch."""
+        for batch_sampler in self.batch_samplers:
+            batch_sampler.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of batches of one replica in a whole pass."""
+        return len(self.batch_samplers[0])
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        return map(list, islice(zip(*self.batch_samplers, strict=True), self.first, None))
+
+
 class _Batches:
     """The batches of one pass over ``batch_sampler``, which several shards read."""
 

@@ -127,22 +127,27 @@ class ReplicaSteps:
             raise
         self.end()
 
-    def save(self, folder: Path) -> None:
-        """Save the random states of all replicas in the folder of a checkpoint; all instances call it."""
+    def gather_states(self) -> dict[str, Any]:
+        """Return the random states of all replicas of the job; all instances call the method."""
         written = io.BytesIO()
         torch.save(self.randomness.state_dict(), written)
         group = context.data_parallel_group()
         received = gather_bytes(group, "save the replicas' random states", written.getvalue())
+        parts = [torch.load(io.BytesIO(data), weights_only=True) for data in received]
+        return {replica: states for part in parts for replica, states in part.items()}
+
+    def save(self, folder: Path) -> None:
+        """Save the random states of all replicas in the folder of a checkpoint; all instances call the method."""
+        states = self.gather_states()
         if is_main():
-            parts = [torch.load(io.BytesIO(data), weights_only=True) for data in received]
             unfinished = folder / f"{_FILE}.unfinished"
-            torch.save({replica: states for part in parts for replica, states in part.items()}, unfinished)
+            torch.save(states, unfinished)
             unfinished.replace(folder / _FILE)
 
     def load(self, folder: Path) -> None:
         """Load the random states of this instance's replicas, if the checkpoint in ``folder`` has them.
 
-        All instances call it. Instance 0 reads the file, because other hosts may have no copy of it.
+        All instances call the method. Instance 0 reads the file, because other hosts may have no copy of it.
         """
         file, group = folder / _FILE, context.data_parallel_group()
         found = file.read_bytes() if is_main() and file.exists() else b""

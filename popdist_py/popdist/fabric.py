@@ -1,0 +1,223 @@
+"""Lightning Fabric for a job of replicas: each replica has what one process of Fabric has.
+
+Needs the package ``lightning``. One line changes: ``Fabric(strategy=popdist.fabric.ReplicatedStrategy())``.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from popdist.errors import BatchError, WeightsError
+from popdist.job import context
+from popdist.step.training.replicated_model import ReplicatedModel
+from popdist.trainers.lightning_rows import Job, ReplicaProcess, row_loader
+from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
+from popdist.trainers.scheduler_turns import without_schedulers
+
+_STATES = "popdist_replica_random_states"
+"""The key of a checkpoint under which the random states of all replicas lie."""
+
+_NO_STEP = (
+    "optimizer.step() was not called in the last turn of an optimizer step. To accumulate gradients over N "
+    "batches of each replica, write popdist.fabric.ReplicatedStrategy(accumulation=N)"
+)
+
+
+class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
+    """A strategy of Lightning Fabric in which replicas take the place of processes.
+
+    In a job of R replicas, replica r trains on the batches that Fabric gives to process r of R processes, and the
+    weights are bitwise equal for any number of instances. A loop over a loader, while the model is in training
+    mode, yields the batches of the instance's replicas one after the other: with ``accumulation=N`` the N batches
+    of the first replica, then of the second one. ``optimizer.step()`` and ``fabric.clip_gradients()`` act at the
+    last of these batches, and ``scheduler.step()`` at the batches of the last replica. ``len(loader)`` is the
+    number of batches of one replica. In evaluation mode a loop yields the batches of all replicas of the instance,
+    and ``len(loader)`` is their number. In a job of one replica, all is as in Fabric's DDPStrategy.
+
+    Args:
+        accumulation: The number of batches of each replica in an optimizer step.
+        **options: As of ``lightning.fabric.strategies.DDPStrategy``.
+
+    Raises:
+        BatchError: For what is not the same for any number of instances: two calls of ``fabric.backward`` in one
+            turn, a closure, gradients accumulated without ``accumulation``, loaders that deal no samples.
+        WeightsError: For a second model that is trained.
+    """
+
+    def __init__(self, accumulation: int = 1, **options: Any) -> None:
+        options.setdefault("cluster_environment", Job())
+        super().__init__(**options)
+        self.accumulation = accumulation
+        self.steps: ReplicaSteps | None = None
+        self._turn: ReplicaBatch | None = None
+        self._has_stepped = False
+        if self.has_replicas:
+            self._backward_sync_control = _AtLastTurn()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How samples are dealt: to all replicas of the job."""
+        return {"num_replicas": context.num_replicas(), "rank": context.local_replicas().start}
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Return the replicated model; raise WeightsError for a second model with parameters that are trained."""
+        if not self.has_replicas:
+            return super().setup_module(module)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module
+        if self.steps is not None:
+            raise WeightsError(
+                "popdist.fabric.ReplicatedStrategy sets up one model that is trained, and this is the second one: "
+                "put both into one nn.Module, or call requires_grad_(False) for a model that is not trained"
+            )
+        self.steps = ReplicaSteps(module)
+        return self.steps.model
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return a loader that yields the batches of this instance's replicas."""
+        if not self.has_replicas:
+            return dataloader
+        replicas = context.local_replicas()
+        rows = row_loader(dataloader, replicas, self._steps_now, is_needed=False)
+        if rows is None and len(replicas) == 1:
+            return dataloader
+        return TurnLoader(self, dataloader, rows)
+
+    def _steps_now(self) -> ReplicaSteps | None:
+        return self.steps
+
+    def turns(self, rows: Any) -> Iterator[Any]:
+        """Yield the batches of all rows, each as the replica whose batch it is: the inside of a training loop."""
+        steps, taken = self._steps_of_loop(), iter(rows)
+        steps.begin_epoch()
+        try:
+            while step := list(islice(taken, self.accumulation)):
+                for micro_batch in in_replica_order(step):
+                    replica = micro_batch.index // micro_batch.accumulation
+                    self._turn, self._has_stepped = micro_batch, False
+                    steps.begin(micro_batch)
+                    with nullcontext() if replica == len(steps.replicas) - 1 else without_schedulers():
+                        yield micro_batch.content
+                    self._end_turn(micro_batch)
+        finally:
+            self._turn = None
+            steps.abandon()
+
+    def _steps_of_loop(self) -> ReplicaSteps:
+        if self.steps is None:
+            raise BatchError("no model was set up: call fabric.setup(model, optimizer) before the loop")
+        return self.steps
+
+    def _end_micro_batch(self) -> None:
+        steps = self._steps_of_loop()
+        steps.end(add=len(steps.replicas) == 1)
+
+    def _end_turn(self, turn: ReplicaBatch) -> None:
+        self._end_micro_batch()
+        if turn.is_last and not self._has_stepped and turn.index > 0:
+            raise BatchError(_NO_STEP)
+
+    def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss; in the last turn, reduce the gradients of all replicas.
+
+        Raises:
+            BatchError: If the function is called twice in one turn.
+        """
+        if self._turn is not None and not self._steps_of_loop().is_open:
+            raise BatchError("fabric.backward() was called twice in one turn of the loop: add the losses first")
+        super().backward(tensor, module, *args, **kwargs)
+        if self._turn is not None:
+            self._end_micro_batch()
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, if the gradients of all replicas are there; raise BatchError for a closure."""
+        if self._turn is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        if "closure" in kwargs:
+            raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
+        self._end_micro_batch()
+        self._has_stepped = True
+        return super().optimizer_step(optimizer) if self._turn.is_last else None
+
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip the gradients of all replicas by their norm; do nothing before the last turn."""
+        acts = self._turn is None or self._turn.is_last
+        return super().clip_gradients_norm(*args, **kwargs) if acts else torch.zeros((), dtype=torch.float32)
+
+    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+        """Clip the gradients of all replicas by value; do nothing before the last turn."""
+        if self._turn is None or self._turn.is_last:
+            super().clip_gradients_value(*args, **kwargs)
+
+    def get_module_state_dict(self, module: Any) -> dict[str, Any]:
+        """Return the state dict of the module inside a replicated model."""
+        inner = module.module if isinstance(module, ReplicatedModel) else module
+        states: dict[str, Any] = super().get_module_state_dict(inner)
+        return states
+
+    def load_module_state_dict(self, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Load a state dict into the module inside a replicated model."""
+        super().load_module_state_dict(
+            module.module if isinstance(module, ReplicatedModel) else module, *args, **kwargs
+        )
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint with the random states of all replicas."""
+        if self.steps is not None:
+            state = {**state, _STATES: self.steps.gather_states()}
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, which may come from a job with another number of instances."""
+        rest: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        if (states := rest.pop(_STATES, None)) is not None and self.steps is not None:
+            self.steps.randomness.load_state_dict(states)
+        return rest
+
+
+class _AtLastTurn:
+    """Fabric's control of ``no_backward_sync()``, which does nothing: the last turn reduces the gradients."""
+
+    def no_backward_sync(self, _module: nn.Module, _enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001 - Fabric's signature
+        """Return a context that does nothing."""
+        return nullcontext()
+
+
+class TurnLoader:
+    """A loader of Fabric: in training the batches of the local replicas in turn, in evaluation all their batches.
+
+    Args:
+        strategy: Begins and ends the turns.
+        loader: The program's loader.
+        rows: Yields one batch for each replica of this instance; None if ``loader`` deals no samples to replicas.
+    """
+
+    def __init__(self, strategy: ReplicatedStrategy, loader: DataLoader[Any], rows: Any) -> None:
+        self.dataset, self.batch_size, self.drop_last = loader.dataset, loader.batch_size, loader.drop_last
+        self.batch_sampler = None if rows is None else rows.batch_sampler
+        self._strategy, self._loader, self._rows = strategy, loader, rows
+        self._evaluates = False
+
+    def __len__(self) -> int:
+        """Return the number of batches of one replica; after an evaluation has begun, of this instance."""
+        if self._rows is None:
+            return len(self._loader)
+        return len(self._rows) * (context.num_local_replicas() if self._evaluates else 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        steps = self._strategy.steps
+        self._evaluates = steps is None or not steps.model.module.training or not torch.is_grad_enabled()
+        if self._evaluates:
+            return iter(self._loader) if self._rows is None else (batch for row in self._rows for batch in row)
+        if self._rows is None:
+            raise BatchError(
+                "the loader deals no samples to replicas: use a DataLoader with a batch_size, over a dataset with "
+                "a length, and fabric.setup_dataloaders(loader) with use_distributed_sampler=True"
+            )
+        return self._strategy.turns(self._rows)

@@ -1,0 +1,313 @@
+"""Lightning's Trainer for a job of replicas: each replica has what one process of Lightning's Trainer has.
+
+Needs the package ``lightning``. One line changes: ``Trainer(strategy=popdist.lightning.ReplicatedStrategy())``.
+"""
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from popdist.errors import BatchError
+from popdist.job import context
+from popdist.job.collectives import gather_json
+from popdist.step.training.ddp_answers import refuse_options
+from popdist.trainers.lightning_rows import Job, ReplicaProcess, ReplicaRow, RowLoader, row_loader
+from popdist.trainers.replica_logs import LoggedValue, Logs, combine_logs
+from popdist.trainers.replica_rows import ReplicaScopes
+from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps
+
+_STATES = "popdist_replica_random_states"
+"""The key of a checkpoint under which the random states of all replicas lie."""
+
+
+class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
+    """A strategy of Lightning's Trainer in which replicas take the place of processes.
+
+    In a job of R replicas, replica r trains on the batches that Lightning gives to process r of R processes. The
+    weights, and the values logged with ``sync_dist=True``, are bitwise equal for any number of instances. Steps,
+    epochs and ``batch_idx`` are counted as with R processes. ``training_step``, ``validation_step`` and
+    ``test_step`` are called once for each replica of this instance. Hooks with an argument ``batch`` get a
+    ``ReplicaRow``, whose ``micro_batches`` are the batches of the replicas. The ``outputs`` of hooks are those of
+    this instance's last replica in training, and a list in evaluation. A checkpoint can be resumed with another
+    number of instances. In a job of one replica, all is as in Lightning's DDPStrategy.
+
+    Args:
+        **options: As of ``lightning.pytorch.strategies.DDPStrategy``.
+
+    Raises:
+        BatchError: For what is not the same for any number of instances, before the first step: manual
+            optimization, ``sync_batchnorm``, an IterableDataset, a sampler that deals samples to processes,
+            several training loaders, ``on_before_batch_transfer``, StochasticWeightAveraging.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("cluster_environment", Job())
+        super().__init__(**options)
+        if self.has_replicas:
+            known = inspect.signature(DDPStrategy).parameters
+            refuse_options({name: value for name, value in options.items() if name not in known})
+        self._replicas = context.local_replicas()
+        self._scopes = ReplicaScopes(self._steps_now, self._replicas, None)
+        self._steps: ReplicaSteps | None = None
+        self._saved_states: Any = None
+        self._shared_names: set[str] = set()
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How samples are dealt: to all replicas, and in a prediction to the instances."""
+        if self.has_replicas and not self._trainer.predicting:
+            return {"num_replicas": context.num_replicas(), "rank": self._replicas.start}
+        return {"num_replicas": context.num_instances(), "rank": context.instance_index()}
+
+    def setup(self, trainer: Any) -> None:
+        """Set up the model and the optimizers."""
+        if self.has_replicas and trainer.state.fn == TrainerFn.FITTING:
+            _refuse(trainer, self.lightning_module)
+            if not any(isinstance(callback, _Together) for callback in trainer.callbacks):
+                trainer.callbacks.append(_Together())
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        if not self.has_replicas:
+            return super()._setup_model(model)
+        self._steps = ReplicaSteps(model)
+        return model
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return the loader of rows: one batch for each replica of this instance.
+
+        Raises:
+            BatchError: If the loader of a training does not give each replica its own samples.
+        """
+        trainer = self._trainer
+        if not self.has_replicas or trainer.predicting:
+            return dataloader
+        rows = row_loader(dataloader, self._replicas, self._steps_now, is_needed=trainer.training)
+        if rows is None:
+            return dataloader
+        if trainer.training:
+            return RowLoader(rows, self._begin_epoch, self._accumulation)
+        return RowLoader(rows, lambda _first: None, lambda _position: 1)
+
+    def _steps_now(self) -> ReplicaSteps | None:
+        """Return the steps, whose random states a sanity check leaves alone, as Lightning does."""
+        return None if self._trainer.sanity_checking else self._steps
+
+    def _accumulation(self, position: int) -> int:
+        """Return the number of batches in the optimizer step that begins at the batch ``position`` of an epoch."""
+        left = self._trainer.num_training_batches - position
+        return max(0, min(int(self._trainer.accumulate_grad_batches), int(left)))
+
+    def _begin_epoch(self, first: int) -> None:
+        """Begin an epoch with the batch ``first``: the replicas draw what a process draws, or go on as saved."""
+        if self._steps is None:
+            return
+        if not first:
+            self._load_states()
+        self._steps.begin_epoch()
+        self._load_states()
+
+    def _load_states(self) -> None:
+        states, self._saved_states = self._saved_states, None
+        if states is not None and self._steps is not None:
+            self._steps.randomness.load_state_dict(states)
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Move the batch of each replica to the device, as the replica."""
+        move = super().batch_to_device
+        if not isinstance(batch, ReplicaRow):
+            return move(batch, device, dataloader_idx)
+        for place, micro_batch in enumerate(batch.micro_batches):
+            with self._scopes.of(batch.replica(micro_batch)):
+                converted = self.precision_plugin.convert_input(micro_batch.content)
+                batch.micro_batches[place] = replace(micro_batch, content=move(converted, device, dataloader_idx))
+        return batch
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        """Call ``training_step`` for each replica of this instance, and ``backward`` for all but the last one.
+
+        Raises:
+            BatchError: If ``batch`` is not from a loader of rows, or ``training_step`` returned None.
+        """
+        if not self.has_replicas:
+            return super().training_step(batch, *args)
+        if not isinstance(batch, ReplicaRow):
+            raise BatchError(
+                f"training_step would get {type(batch).__name__} and not the batches of one DataLoader: "
+                "put several datasets into one, and take a batch and not dataloader_iter as the argument"
+            )
+        *earlier, last = batch.micro_batches
+        for micro_batch in earlier:
+            output = self._forward(batch, micro_batch, args)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            self.backward(loss / self._trainer.accumulate_grad_batches, self.optimizers[0])
+        output = self._forward(batch, last, args)
+        if last.is_last:
+            for logs in batch.logs_of_batches():
+                self._log(combine_logs(logs))
+        return output
+
+    def _forward(self, row: ReplicaRow, micro_batch: ReplicaBatch, args: tuple[Any, ...]) -> Any:
+        """Begin a micro batch, and return the result of the program's ``training_step`` for the micro batch."""
+        steps: Any = self._steps
+        steps.begin(micro_batch)
+        with self._abandoning(), self._recording(row, micro_batch):
+            batch_idx = (row.batch_idx(micro_batch),) if args else ()
+            output = super().training_step(micro_batch.content, *batch_idx)
+            if output is None:
+                raise BatchError("training_step returned None, and each replica needs a loss: return a loss")
+        return output
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._steps is not None:
+                self._steps.abandon()
+            raise
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the gradients of a loss; after the last replica's loss, reduce the gradients of all replicas."""
+        with self._abandoning():
+            loss: Tensor = super().backward(closure_loss, *args, **kwargs)
+        if self._steps is not None:
+            self._steps.end()
+        return loss
+
+    def validation_step(self, *args: Any) -> Any:
+        """Call ``validation_step`` for each replica of this instance; return the list of results, or None."""
+        return self._evaluate(super().validation_step, *args)
+
+    def test_step(self, *args: Any) -> Any:
+        """Call ``test_step`` for each replica of this instance; return the list of results, or None."""
+        return self._evaluate(super().test_step, *args)
+
+    def _evaluate(self, step: Any, batch: Any, *args: Any) -> Any:
+        if not isinstance(batch, ReplicaRow):
+            return step(batch, *args)
+        outputs = []
+        for micro_batch in batch.micro_batches:
+            with self._scopes.of(batch.replica(micro_batch)), self._recording(batch, micro_batch):
+                outputs.append(step(micro_batch.content, *args))
+        for logs in batch.logs_of_batches():
+            self._log(combine_logs(logs))
+        return None if all(output is None for output in outputs) else outputs
+
+    @contextmanager
+    def _recording(self, row: ReplicaRow, micro_batch: ReplicaBatch) -> Iterator[None]:
+        """Keep the values that the program logs for a micro batch, until all replicas have logged theirs."""
+        module = self.lightning_module
+        log, logs = module.log, row.logs_of(micro_batch)
+        signature = inspect.signature(log)
+
+        def record(*args: Any, **kwargs: Any) -> None:
+            options = signature.bind(*args, **kwargs).arguments
+            name, value = options.pop("name"), options.pop("value")
+            if isinstance(value, Metric):  # which keeps its own sums; a step's value is that of the first replica
+                if row.replica(micro_batch) == self._replicas.start:
+                    log(*args, **kwargs)
+                return
+            logs[name] = self._logged(name, value, options, micro_batch.content)
+
+        module.log = record
+        try:
+            yield
+        finally:
+            del module.log
+
+    def _logged(self, name: str, value: Any, options: dict[str, Any], content: Any) -> LoggedValue:
+        if isinstance(value, Mapping) or options.pop("sync_dist_group", None) is not None:
+            raise BatchError(f"self.log({name!r}, ...): log a number for all replicas, without sync_dist_group")
+        if isinstance(value, Tensor):
+            value = value.detach()
+        size = options.pop("batch_size", None)
+        is_summed = options.get("on_epoch")
+        if size is None and (not self._trainer.training if is_summed is None else is_summed):
+            size = extract_batch_size(content)
+        reduction = options.get("reduce_fx", "mean")
+        word = str(getattr(reduction, "__name__", reduction)).lower().replace("avg", "mean")
+        return LoggedValue(value, size, options.pop("sync_dist", False), word, options)
+
+    def _log(self, logs: Logs) -> None:
+        for name, logged in logs.items():
+            if logged.is_shared and name not in self._shared_names:  # Lightning would advise sync_dist=True
+                self._shared_names.add(name)
+                warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}'.*sync_dist=True")
+            self.lightning_module.log(name, logged.value, batch_size=logged.size, **logged.options)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint with the random states of all replicas."""
+        if self._steps is not None:
+            checkpoint[_STATES] = self._steps.gather_states()
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, which may come from a job with another number of instances."""
+        loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._saved_states = loaded.get(_STATES)
+        return loaded
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: gradients are reduced at the end of a step."""
+        if not self.has_replicas:
+            unsynchronised: AbstractContextManager[None] = super().block_backward_sync()
+            return unsynchronised
+        return nullcontext()
+
+
+class _Together(Callback):  # type: ignore[misc]  # Lightning has no types
+    """Keeps the instances in the same steps: if a callback of one instance stops the training, all stop."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that the instances train alike; raise CollectiveError if the Trainers have other arguments."""
+        values = ", ".join(f"{name}={getattr(trainer, name)}" for name in _OF_TRAINER)
+        context.data_parallel_group().agree(f"Trainer({values}).fit({type(pl_module).__name__})")
+
+    def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
+        """Stop all instances if one instance stops."""
+        group = context.data_parallel_group()
+        if len(group.instances) > 1:
+            trainer.should_stop = any(gather_json(group, "share the wish to stop", bool(trainer.should_stop)))
+
+    on_validation_end = on_train_epoch_end = on_train_batch_end
+
+
+_OF_TRAINER = ("max_steps", "max_epochs", "accumulate_grad_batches", "num_training_batches", "gradient_clip_val")
+"""What all instances must have alike, as attributes of Lightning's Trainer."""
+
+
+def _refuse(trainer: Any, module: Any) -> None:
+    """Raise BatchError for a training in which replicas cannot take the place of processes."""
+    reason = None
+    owners = ((module, LightningModule), (trainer.datamodule, LightningDataModule))
+    if not module.automatic_optimization:
+        reason = "automatic_optimization=False makes the steps itself: use automatic optimization"
+    elif trainer.strategy._layer_sync is not None:  # noqa: SLF001 - Lightning says it nowhere else
+        reason = "sync_batchnorm=True adds over processes and not over replicas: leave it out"
+    elif any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+        reason = "StochasticWeightAveraging reads the data without steps: leave it out"
+    elif any(
+        owner is not None and type(owner).on_before_batch_transfer is not base.on_before_batch_transfer
+        for owner, base in owners
+    ):
+        reason = "on_before_batch_transfer would get the batches of all replicas: use on_after_batch_transfer"
+    if reason is not None:
+        raise BatchError(f"popdist.lightning.ReplicatedStrategy with {context.num_replicas()} replicas: {reason}")

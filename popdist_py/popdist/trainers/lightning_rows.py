@@ -1,0 +1,191 @@
+"""The loaders of Lightning for the replicas of an instance, and the job as Lightning's cluster environment."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader, DistributedSampler
+
+from popdist.errors import BatchError
+from popdist.job import context
+from popdist.trainers.replica_logs import Logs
+from popdist.trainers.replica_rows import DealtRows, ReplicaScopes, RowDataset, same_row
+from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
+
+
+class Job(ClusterEnvironment):  # type: ignore[misc]  # Lightning has no types
+    """The processes of the job, which a launcher has started: one process is one instance."""
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    """Unused, as is :attr:`main_port`: popdist makes torch's default process group."""
+    main_port = 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: only a strategy of popdist uses this environment."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of instances of the job."""
+        return context.num_instances()
+
+    def global_rank(self) -> int:
+        """Return the index of this instance in the job."""
+        return context.instance_index()
+
+    def local_rank(self) -> int:
+        """Return the index of this instance on its host."""
+        return context.local_instance_index()
+
+    def node_rank(self) -> int:
+        """Return 0, because hosts have no numbers here."""
+        return 0
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher has set the number of instances."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher has set the index of this instance."""
+
+
+class ReplicaProcess:
+    """The parts that the strategies of the Trainer and of Fabric have in common: this process and its device."""
+
+    parallel_devices: list[torch.device]
+    local_rank: int
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether the job has more than one replica."""
+        return context.num_replicas() > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this instance: the instances of a host take the devices in turn."""
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+
+    def setup_environment(self) -> None:
+        """Join the job, whose instances are the ranks of torch's default process group."""
+        context.ensure_init()
+        context.ensure_default_group("the ReplicatedStrategy of Lightning")
+        super().setup_environment()  # type: ignore[misc]  # of the strategy beside this class
+
+
+class ReplicaRow:
+    """One batch for each replica of this instance, and the values that the program logs for these batches.
+
+    Attributes:
+        micro_batches: Consecutive micro batches of one optimizer step, in the order of the replicas.
+    """
+
+    def __init__(self, micro_batches: list[ReplicaBatch], first: int, logs: dict[int, Logs]) -> None:
+        self.micro_batches = micro_batches
+        self._first = first
+        self._logs = logs
+
+    def batch_idx(self, micro_batch: ReplicaBatch) -> int:
+        """Return the number that ``micro_batch`` has among the batches of its replica in this epoch."""
+        return self._first + micro_batch.index % micro_batch.accumulation
+
+    def replica(self, micro_batch: ReplicaBatch) -> int:
+        """Return the job-wide number of the replica of ``micro_batch``."""
+        return context.local_replicas()[micro_batch.index // micro_batch.accumulation]
+
+    def logs_of(self, micro_batch: ReplicaBatch) -> Logs:
+        """Return the dict of the values that the program logs for ``micro_batch``."""
+        return self._logs.setdefault(micro_batch.index, {})
+
+    def logs_of_batches(self) -> list[Sequence[Logs]]:
+        """Return the logs of one optimizer step: for each batch number, the logs of each replica."""
+        accumulation = self.micro_batches[-1].accumulation
+        logs = [self._logs[index] for index in sorted(self._logs)]
+        return [logs[number::accumulation] for number in range(accumulation)]
+
+
+class RowLoader:
+    """A loader of :class:`ReplicaRow`, which can be saved and resumed in the middle of an epoch.
+
+    Args:
+        rows: Yields one batch for each replica of this instance.
+        begin_epoch: Called with the number of the first batch of a pass over the loader.
+        accumulation: Returns for the number of a batch how many batches the step has that begins there.
+    """
+
+    def __init__(self, rows: Any, begin_epoch: Callable[[int], None], accumulation: Callable[[int], int]) -> None:
+        self.batch_sampler = rows.batch_sampler
+        self._rows = rows
+        self._begin_epoch = begin_epoch
+        self._accumulation = accumulation
+        self._first = self._position = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches of one replica."""
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[ReplicaRow]:
+        self._position, self._first = self._first, 0
+        self.batch_sampler.first = self._position
+        rows = iter(self._rows)  # draws from the program's generator, which the replicas copy at first
+        self._begin_epoch(self._position)
+        while step := list(islice(rows, self._accumulation(self._position))):
+            micro_batches, width = in_replica_order(step), len(step[0])
+            first, logs = self._position, dict[int, Logs]()
+            for start in range(0, len(micro_batches), width):
+                self._position += 1
+                yield ReplicaRow(micro_batches[start : start + width], first, logs)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of batches that the current pass has yielded; 0 at its end."""
+        return {"position": self._position % max(1, len(self))}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next pass begin after the batches that an earlier pass had yielded."""
+        self._first = state["position"]
+
+
+def row_loader(
+    loader: Any, replicas: range, steps: Callable[[], ReplicaSteps | None], *, is_needed: bool
+) -> DataLoader[Any] | None:
+    """Return a loader that yields one batch for each of ``replicas``; None if ``loader`` deals no samples.
+
+    Raises:
+        BatchError: If ``is_needed``, and ``loader`` deals no samples to replicas.
+    """
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    is_dealt = isinstance(sampler, DistributedSampler) and sampler.num_replicas == context.num_replicas()
+    if not is_dealt or getattr(batch_sampler, "sampler", None) is not sampler:
+        if is_needed:
+            raise BatchError(
+                "replicas need a DataLoader with a batch_size and a dataset with a length, without a "
+                "DistributedSampler, and Trainer(use_distributed_sampler=True), so that each replica has its own "
+                f"samples; found a {type(loader).__name__} with the sampler {type(sampler).__name__}"
+            )
+        return None
+    init = loader.worker_init_fn
+    if init is None and int(os.environ.get("PL_SEED_WORKERS", "0")):  # set by seed_everything(workers=True)
+        init = partial(pl_worker_init_function, rank=replicas.start)
+    kept = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator", "prefetch_factor")
+    return DataLoader(
+        RowDataset(loader.dataset, loader.collate_fn, ReplicaScopes(steps, replicas, init), replicas),
+        batch_sampler=DealtRows([_batches_of(batch_sampler, replica) for replica in replicas]),
+        collate_fn=cast("Any", same_row),
+        worker_init_fn=init,
+        persistent_workers=loader.persistent_workers,
+        **{name: getattr(loader, name) for name in kept},
+    )
+
+
+def _batches_of(batch_sampler: Any, replica: int) -> Any:
+    """Return a copy of ``batch_sampler`` whose DistributedSampler deals the samples of the replica ``replica``."""
+    batches = copy.copy(batch_sampler)
+    batches.sampler = copy.copy(batch_sampler.sampler)
+    batches.sampler.rank = replica
+    return batches

@@ -1,0 +1,90 @@
+"""The values that a program logs for each replica, combined as other libraries combine values of processes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popdist.errors import BatchError
+from popdist.job import context
+from popdist.job.collectives import gather_json
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """A number that a program has logged for a batch of one replica.
+
+    Attributes:
+        size: The number of samples of the batch, if a mean over an epoch needs this number.
+        is_shared: Whether the job logs one value of all replicas, and not a value of each instance.
+        reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+    """
+
+    value: Any
+    size: int | None
+    is_shared: bool
+    reduction: str
+    options: dict[str, Any]
+
+
+Logs = dict[str, LoggedValue]
+"""The logged values of one batch of one replica, by their names."""
+
+
+def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
+    """Return the values to log for one batch of each replica; all instances call the function.
+
+    Args:
+        logs_of_replicas: For each replica of this instance the logs of the replica's batch.
+
+    Returns:
+        For a shared value, the mean (sum, maximum, minimum) over all replicas, added in the order of the replicas,
+        so that the result is bitwise equal for any number of instances. Otherwise the value of the first replica
+        of this instance.
+
+    Raises:
+        BatchError: If two replicas have logged different names.
+    """
+    first = logs_of_replicas[0]
+    names = [name for name, logged in first.items() if logged.is_shared]
+    if not names:
+        return first
+    own = [
+        {name: (_as_number(it.value), it.size) for name, it in logs.items() if it.is_shared}
+        for logs in logs_of_replicas
+    ]
+    gathered = gather_json(context.data_parallel_group(), "combine the logged values of replicas", own)
+    of_replicas = [values for of_instance in gathered for values in of_instance]
+    for values in of_replicas:
+        if values.keys() != set(names):
+            raise BatchError(
+                f"replicas have logged different names with sync_dist=True: {sorted(values)} and {sorted(names)}. "
+                "Log the same names for each batch"
+            )
+    return {
+        name: _combined(it, [values[name] for values in of_replicas]) if it.is_shared else it
+        for name, it in first.items()
+    }
+
+
+def _as_number(value: Any) -> float | int:
+    number: float | int = value.item() if isinstance(value, Tensor) else value
+    return number
+
+
+def _combined(first: LoggedValue, pairs: Sequence[tuple[float, int | None]]) -> LoggedValue:
+    """Return the value of all replicas, from a pair (value, number of samples) of each replica."""
+    values, sizes = [value for value, _ in pairs], [size for _, size in pairs]
+    num_samples = None if None in sizes else sum(map(int, sizes))  # type: ignore[arg-type]  # no None is left
+    if first.reduction != "mean":
+        combine: Any = {"sum": sum, "max": max, "min": min}[first.reduction]
+        value = combine(values)
+    elif num_samples and len(set(sizes)) > 1:
+        value = sum(value * (size or 0) for value, size in pairs) / num_samples
+    else:
+        value = sum(values) / len(values)
+    like = first.value if isinstance(first.value, Tensor) else torch.zeros(1, dtype=torch.float32, device="cpu")
+    combined = torch.tensor(value, dtype=like.dtype, device=like.device)
+    return replace(first, value=combined, size=num_samples)
