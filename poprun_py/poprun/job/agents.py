@@ -9,6 +9,8 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from popdist.ground.contract import (
@@ -23,7 +25,6 @@ from popdist.ground.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, COUNTE
 from poprun.errors import LaunchError, describe_error
 from poprun.launch.messages.control import (
     LOST,
-    VIEW_EVENT,
     Link,
     Message,
     abstract_address,
@@ -51,9 +52,19 @@ _TALK_SECONDS: Final = 5.0  # how long an agent may take to read a message
 _VAIN_SECONDS: Final = 0.3  # how long a program may take to end that cannot save any more
 _MOST_REASONS: Final = 10
 _COUNTERS: Final = "poprun.observe.account.machine_counters"  # which agents load, each on its host
-_SHIM_EVENTS: Final = ("agent_lost", "runtime_lost")
 
 Event = tuple[int, dict[str, Any]]
+
+
+class Stranger:
+    """The other end of a link that has not said yet who it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The other end of a link that has said hello."""
+
+    instance: int
 
 
 class AgentLinks:
@@ -63,7 +74,7 @@ class AgentLinks:
         self._num_instances = num_instances
         self._selector = selector
         self._refusals: set[str] = set()
-        self._instance_of: dict[Link, int] = {}
+        self._peers: dict[Link, Stranger | Agent] = {}
         self._agents: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, dict[int, socket.socket]] = {}
@@ -82,7 +93,7 @@ class AgentLinks:
             self._proofs.close()
         for listener in tuple(self._listeners):
             self._stop_listening(listener)
-        for link in tuple(self._instance_of):
+        for link in tuple(self._peers):
             self._drop(link)
         for streams in self._streams.values():
             for stream in streams.values():
@@ -159,8 +170,8 @@ class AgentLinks:
 
     def _admit(self, link: Link) -> None:
         link.connection.settimeout(_TALK_SECONDS)
-        self._instance_of[link] = -1
-        self._selector.register(link, selectors.EVENT_READ, lambda: self._receive(link))
+        self._peers[link] = Stranger()
+        self._selector.register(link, selectors.EVENT_READ, partial(self._receive, link))
 
     def _refuse(self, reason: str) -> None:
         """Warn of what was refused, once for each reason, so that nobody fills the terminal of another user."""
@@ -172,68 +183,69 @@ class AgentLinks:
         """The events that came over a link, each with its instance."""
         received = link.receive(check_event)
         if received is None:
-            instance = self._drop(link)
-            if instance >= 0:
-                yield instance, {"event": LOST, "is_silent": link.is_sealed}
+            peer = self._drop(link)
+            if isinstance(peer, Agent):
+                yield peer.instance, {"event": LOST, "is_silent": link.is_sealed}
             return
         for descriptor in received.descriptors:
             os.close(descriptor)
         for reason in received.refusals:
             self._refuse(reason)
         for message in received.messages:
-            yield from self._accept_message(link, message)
-            if link not in self._instance_of:
-                return
+            match self._peers.get(link):
+                case Stranger():
+                    yield from self._introduce(link, message)
+                case Agent(instance) if message["event"] not in ("hello", "stream"):
+                    yield instance, message
+                case Agent():
+                    self._refuse_event(message)
 
-    def _accept_message(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
-        """Identify a new link by its first message, and yield the events of all further ones."""
-        instance, kind = self._instance_of[link], message["event"]
-        if kind == VIEW_EVENT and instance < 0:
-            self._let_go(link)
-            self._add_viewer(link)
-        elif kind in _SHIM_EVENTS and instance < 0 and message["instance"] in range(self._num_instances):
-            self._drop(link)
-            if kind == "runtime_lost" or message["instance"] not in self._agents or link.is_sealed:
-                yield message["instance"], message
-        elif instance >= 0 and kind not in ("hello", "stream"):
-            yield instance, message
-        elif instance >= 0 or not self._introduce(link, message):
-            self._refuse(f"the event {kind} of {message.get('instance')!r:.20} at a time that is not its")
-            if instance < 0:
+    def _introduce(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
+        """Find out by its first message who a stranger is: only an agent sends more, the others are let go."""
+        match message:
+            case {"event": "view"}:
+                self._let_go(link)
+                self._add_viewer(link)
+            case {"event": "agent_lost" | "runtime_lost" as kind, "instance": index} if self._has(index):
                 self._drop(link)
-        else:
-            yield from self._pass_hello_on(message["instance"])
+                if kind == "runtime_lost" or index not in self._agents or link.is_sealed:
+                    yield index, message
+            case {"event": "hello", "instance": index} if self._has(index) and index not in self._agents:
+                self._peers[link] = Agent(index)
+                self._agents[index] = link
+                self._hellos[index] = message
+                if link.is_sealed:
+                    notice_death(link.connection)
+                yield from self._pass_hello_on(index)
+            case {"event": "stream", "instance": index, "stream": number} if self._awaits_stream(index, number):
+                self._let_go(link)
+                link.connection.settimeout(None)
+                self._streams.setdefault(index, {})[number] = link.connection
+                yield from self._pass_hello_on(index)
+            case _:
+                self._refuse_event(message)
+                self._drop(link)
 
-    def _introduce(self, link: Link, message: dict[str, Any]) -> bool:
-        """Whether a link's first message is the first of its kind from its instance."""
-        instance = message.get("instance", -1)
-        if not 0 <= instance < self._num_instances:
-            return False
-        streams = self._streams.setdefault(instance, {})
-        if message["event"] == "hello" and instance not in self._agents:
-            self._instance_of[link] = instance
-            self._agents[instance] = link
-            self._hellos[instance] = message
-            if link.is_sealed:
-                notice_death(link.connection)
-            return True
-        if message["event"] == "stream" and message["stream"] in self._wanted_streams(instance) - set(streams):
-            self._let_go(link)
-            link.connection.settimeout(None)
-            streams[message["stream"]] = link.connection
-            return True
-        return False
+    def _refuse_event(self, message: dict[str, Any]) -> None:
+        whose = f"{message.get('instance')!r:.20}"
+        self._refuse(f"the event {message['event']} of {whose} at a time that is not its")
+
+    def _has(self, index: int) -> bool:
+        return index in range(self._num_instances)
 
     def _pass_hello_on(self, instance: int) -> Iterator[Event]:
         """Yield the hello of an instance once its streams are connected, too."""
-        if self._wanted_streams(instance) == set(self._streams[instance]) and instance in self._hellos:
+        if instance in self._hellos and not self._missing_streams(instance):
             yield instance, self._hellos.pop(instance)
 
-    def _wanted_streams(self, instance: int) -> set[int]:
-        """The numbers of the streams that an instance connects: none on one machine."""
+    def _missing_streams(self, instance: int) -> set[int]:
+        """The numbers of the streams that an instance has not connected yet: none on one machine."""
         if self._proofs is None:
             return set()
-        return {0, 1, 2} if instance == 0 else {1, 2}
+        return ({0, 1, 2} if instance == 0 else {1, 2}) - set(self._streams.get(instance, ()))
+
+    def _awaits_stream(self, instance: int, number: int) -> bool:
+        return self._has(instance) and number in self._missing_streams(instance)
 
     def _add_viewer(self, link: Link) -> None:
         from poprun.job.monitors import Viewers
@@ -244,15 +256,15 @@ class AgentLinks:
     def _let_go(self, link: Link) -> None:
         """Stop listening to a link without closing its connection."""
         self._selector.unregister(link)
-        del self._instance_of[link]
+        del self._peers[link]
 
-    def _drop(self, link: Link) -> int:
-        """Close a link; the index of its instance, or -1."""
-        instance = self._instance_of.pop(link)
+    def _drop(self, link: Link) -> Stranger | Agent:
+        """Close a link; who was at its other end."""
+        peer = self._peers.pop(link)
         if link.fileno() >= 0:
             self._selector.unregister(link)
             link.close()
-        return instance
+        return peer
 
 
 def start_order(

@@ -192,7 +192,8 @@ class Attempt:
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.add_event(instance, event, time.monotonic())
         for watcher in self._watchers:
-            watcher.add_event(instance, event)
+            if watcher.hears == kind:
+                watcher.add_event(instance, event)
         if kind == "hello":
             self._handle_hello(instance, event)
         elif kind == "left":

@@ -51,30 +51,32 @@ _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that
 
 def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
     """The status of an instance after an event of its agent; a death in a phase of the end is no failure."""
-    kind = event["event"]
-    is_over = status.state is InstanceState.ENDED
-    if kind in _CHANGES:
-        return _CHANGES[kind](status, event, now_seconds)
-    if kind == "exited":
-        return _after_exit(status, event, phase)
-    if kind in _FAILURES:
-        code, problem = _FAILURES[kind](event)
-        ended = replace(status, state=InstanceState.EXITED, exit_code=code, problem=problem)
-        return replace(ended, exited_at_seconds=now_seconds)
-    if kind == "shim_lost" and phase < Phase.INTERRUPTED and not is_over:
-        return _with_problem(status, SHIM_KILLED, now_seconds)
-    if kind == "runtime_lost" and not is_over:
-        is_awaited = status.state is InstanceState.AWAITED  # then there is no agent that ends
-        known = replace(status, state=InstanceState.ENDED) if is_awaited else status
-        return _with_problem(known, RUNTIME_KILLED, now_seconds)
-    if kind in (LOST, "agent_lost") and not is_over:
-        return _after_loss(status, event, phase, now_seconds)
-    if kind == "agent_lost" and status.problem == HOST_LOST:  # its shim can still be heard
-        return replace(status, problem=AGENT_KILLED)
-    return status
+    change = _CHANGES.get(event["event"])
+    return status if change is None else change(status, event, phase, now_seconds)
+
+
+def _after_lost_shim(
+    status: InstanceStatus, _: dict[str, Any], phase: Phase, now_seconds: float
+) -> InstanceStatus:
+    if phase >= Phase.INTERRUPTED or status.state is InstanceState.ENDED:
+        return status
+    return _with_problem(status, SHIM_KILLED, now_seconds)
+
+
+def _after_lost_runtime(
+    status: InstanceStatus, _: dict[str, Any], __: Phase, now_seconds: float
+) -> InstanceStatus:
+    if status.state is InstanceState.ENDED:
+        return status
+    is_awaited = status.state is InstanceState.AWAITED  # then there is no agent that ends
+    known = replace(status, state=InstanceState.ENDED) if is_awaited else status
+    return _with_problem(known, RUNTIME_KILLED, now_seconds)
 
 
 def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
+    if status.state is InstanceState.ENDED:
+        is_heard = event["event"] == "agent_lost" and status.problem == HOST_LOST  # its shim, on the same host
+        return replace(status, problem=AGENT_KILLED) if is_heard else status
     ended = replace(status, state=InstanceState.ENDED)
     if phase >= Phase.STOPPING:
         return ended
@@ -85,7 +87,7 @@ def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
     return _with_problem(ended, problem, now_seconds)
 
 
-def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
+def _after_stats(status: InstanceStatus, event: dict[str, Any], _: Phase, now_seconds: float) -> InstanceStatus:
     if "memory_bytes" in event:
         usage = Usage(
             at_seconds=now_seconds,
@@ -114,7 +116,7 @@ def _is_idle(before: Usage | None, after: Usage) -> bool:
     return 0.0 <= after.cpu_seconds - before.cpu_seconds <= _IDLE_SHARE * seconds
 
 
-def _after_exit(status: InstanceStatus, event: dict[str, Any], phase: Phase) -> InstanceStatus:
+def _after_exit(status: InstanceStatus, event: dict[str, Any], phase: Phase, _: float) -> InstanceStatus:
     return replace(
         status,
         state=InstanceState.EXITED,
@@ -125,40 +127,42 @@ def _after_exit(status: InstanceStatus, event: dict[str, Any], phase: Phase) -> 
     )
 
 
-def _failed_start(event: dict[str, Any]) -> tuple[int, str]:
-    number = event["errno"]
-    reason = _NO_PROGRAM if number == errno.ENOEXEC else describe_error(number)
-    code = NOT_BOUND if number in SHORTAGES else NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
-    return code, f"cannot run {event['place']}: {reason}"
+def _after_failed_start(
+    status: InstanceStatus, event: dict[str, Any], _: Phase, now_seconds: float
+) -> InstanceStatus:
+    code, problem = NOT_BOUND, os.strerror(event["errno"])
+    match event:
+        case {"event": "failed_to_start", "errno": number, "place": place}:
+            reason = _NO_PROGRAM if number == errno.ENOEXEC else describe_error(number)
+            code = NOT_BOUND if number in SHORTAGES else NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
+            problem = f"cannot run {place}: {reason}"
+        case {"event": "failed_to_bind", "cores": cores}:
+            problem = (
+                f"cannot be bound to cores {fold_numbers(sorted(cores))}, not all of which are to be had here "
+                f"({problem}): make the plan on such a machine, or use --process-placement disabled"
+            )
+        case {"event": "failed_to_hold"}:
+            problem = f"who kept the job's lease on this host has ended ({problem}): start it again"
+    ended = replace(status, state=InstanceState.EXITED, exit_code=code, problem=problem)
+    return replace(ended, exited_at_seconds=now_seconds)
 
 
-def _failed_binding(event: dict[str, Any]) -> tuple[int, str]:
-    return NOT_BOUND, (
-        f"cannot be bound to cores {fold_numbers(sorted(event['cores']))}, not all of which are to be had here "
-        f"({os.strerror(event['errno'])}): make the plan on such a machine, or use --process-placement disabled"
-    )
-
-
-def _lost_lease(event: dict[str, Any]) -> tuple[int, str]:
-    reason = os.strerror(event["errno"])
-    return NOT_BOUND, f"who kept the job's lease on this host has ended ({reason}): start it again"
-
-
-_CHANGES: Final[Mapping[str, Callable[[InstanceStatus, dict[str, Any], float], InstanceStatus]]] = {
+_CHANGES: Final[Mapping[str, Callable[[InstanceStatus, dict[str, Any], Phase, float], InstanceStatus]]] = {
     "hello": lambda status, *_: replace(status, state=InstanceState.READY),
-    "started": lambda status, _, now: replace(status, state=InstanceState.RUNNING, started_at_seconds=now),
+    "started": lambda status, _, __, now: replace(status, state=InstanceState.RUNNING, started_at_seconds=now),
+    "failed_to_start": _after_failed_start,
+    "failed_to_hold": _after_failed_start,
+    "failed_to_bind": _after_failed_start,
     "stats": _after_stats,
-    "machine": lambda status, event, _: replace(status, machine_evidence=read_evidence_of_machine(event)),
+    "exited": _after_exit,
+    "machine": lambda status, event, *_: replace(status, machine_evidence=read_evidence_of_machine(event)),
+    "shim_lost": _after_lost_shim,
+    "runtime_lost": _after_lost_runtime,
+    "agent_lost": _after_loss,
+    LOST: _after_loss,
     "ended": lambda status, *_: replace(status, state=InstanceState.ENDED),
 }
-"""The status after an event that means the same in every phase, by event."""
-
-_FAILURES: Final = {
-    "failed_to_start": _failed_start,
-    "failed_to_hold": _lost_lease,
-    "failed_to_bind": _failed_binding,
-}
-"""The exit code and the problem of an instance whose program has not come to life, by event."""
+"""The status after an event, by its kind; other kinds change nothing."""
 
 
 def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> InstanceStatus:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from poprun.job.agents import AgentLinks
 from poprun.job.output.streams import ProgramStreams
@@ -39,6 +39,8 @@ class Watched:
 
 class Watcher:
     """A watcher of one aspect of an attempt."""
+
+    hears: ClassVar[str] = ""  # the kind of events that it is told of; empty if none
 
     def update(self, now_seconds: float) -> None:
         """Find out what is new, in each turn of the loop, and print it."""
@@ -113,6 +115,8 @@ class GpuCurves(Watcher):
 class StackWatch(Watcher):
     """The stacks of the programs, which poprun requests in a hang or when the user asks."""
 
+    hears = "stacks"
+
     def __init__(self, watched: Watched, monitors: Monitors) -> None:
         self._watched = watched
         self._monitors = monitors
@@ -137,9 +141,9 @@ class StackWatch(Watcher):
             signals.wants_stacks = False
             self.ask()
 
-    def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
+    def add_event(self, instance: int, event: Mapping[str, Any]) -> None:  # noqa: ARG002 - as each watcher's
         """Record that an instance has answered."""
-        if event["event"] == "stacks" and self._inquiry is not None:
+        if self._inquiry is not None:
             self._inquiry.note_answer(instance)
 
     def ask(self, hang: "Hang | None" = None) -> None:
@@ -199,6 +203,8 @@ def _other_clocks(watched: Watched) -> "HostClocks | None":
 class Clocks(Watcher):
     """The clocks of the other hosts; a job of one host has no other clocks."""
 
+    hears = "clock"
+
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self.others = _other_clocks(watched)
@@ -210,7 +216,7 @@ class Clocks(Watcher):
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
         """Record the answer of a clock."""
-        if event["event"] == "clock" and self.others is not None:
+        if self.others is not None:
             self.others.add(instance, event, time.time_ns())
 
     def add_to(self, end: JobEnd) -> JobEnd:

@@ -17,13 +17,10 @@ TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
-    from typing import NamedTuple
 
     from poprun.launch.messages.proofs import Seal
 else:
     import _socket as socket  # the module socket would load enum, selectors and more
-
-    from poprun.launch.process import NamedTuple
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # enough for the largest environment that Linux allows
 Message = dict[str, object]
@@ -157,18 +154,19 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-class Received(NamedTuple):
+class Received:
     """The messages received together over a link, the reasons for refused messages, and received descriptors."""
 
-    messages: list[Message]
-    refusals: list[str]
-    descriptors: list[int]
+    def __init__(self, descriptors: list[int]) -> None:
+        self.messages: list[Message] = []
+        self.refusals: list[str] = []
+        self.descriptors = descriptors
 
 
 def receive_descriptors(
     connection: socket.socket, num_bytes: int, max_descriptors: int
 ) -> tuple[bytes, list[int]]:
-    """Receive at most ``num_bytes`` from a unix socket; return the data and descriptors (unix(7), SCM_RIGHTS)."""
+    """Receive at most ``num_bytes``; return the data, and a unix socket's descriptors (unix(7), SCM_RIGHTS)."""
     data, ancillary, _, _ = connection.recvmsg(num_bytes, socket.CMSG_LEN(max_descriptors * _DESCRIPTOR.size))
     descriptors = [
         descriptor
@@ -215,13 +213,14 @@ class Link:
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
         """Return the received messages; ``check`` may refuse a message. Return None if the other end is gone."""
         try:
-            data, descriptors = self._read()
+            data, descriptors = receive_descriptors(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
         except OSError:
             return None
         if not data:
             return None
         lines, num_lost = self._lines.feed(data)
-        received = Received([], ["a control message is too long"] * num_lost, descriptors)
+        received = Received(descriptors)
+        received.refusals += ["a control message is too long"] * num_lost
         for line in lines:
             try:
                 message = decode(line if self._seal is None else self._seal.open(line))
@@ -232,11 +231,6 @@ class Link:
             else:
                 received.messages.append(message)
         return received
-
-    def _read(self) -> tuple[bytes, list[int]]:
-        if self._seal is not None:
-            return self.connection.recv(RECEIVE_BYTES), []
-        return receive_descriptors(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
