@@ -61,7 +61,7 @@ class Stranger:
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class IntroducedAgent:
     """The other end of a link that has said hello."""
 
     instance: int
@@ -74,7 +74,7 @@ class AgentLinks:
         self._num_instances = num_instances
         self._selector = selector
         self._refusals: set[str] = set()
-        self._peers: dict[Link, Stranger | Agent] = {}
+        self._peers: dict[Link, Stranger | IntroducedAgent] = {}
         self._agents: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, dict[int, socket.socket]] = {}
@@ -184,7 +184,7 @@ class AgentLinks:
         received = link.receive(check_event)
         if received is None:
             peer = self._drop(link)
-            if isinstance(peer, Agent):
+            if isinstance(peer, IntroducedAgent):
                 yield peer.instance, {"event": LOST, "is_silent": link.is_sealed}
             return
         for descriptor in received.descriptors:
@@ -195,9 +195,9 @@ class AgentLinks:
             match self._peers.get(link):
                 case Stranger():
                     yield from self._introduce(link, message)
-                case Agent(instance) if message["event"] not in ("hello", "stream"):
+                case IntroducedAgent(instance) if message["event"] not in ("hello", "stream"):
                     yield instance, message
-                case Agent():
+                case IntroducedAgent():
                     self._refuse_event(message)
 
     def _introduce(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
@@ -211,7 +211,7 @@ class AgentLinks:
                 if kind == "runtime_lost" or index not in self._agents or link.is_sealed:
                     yield index, message
             case {"event": "hello", "instance": index} if self._has(index) and index not in self._agents:
-                self._peers[link] = Agent(index)
+                self._peers[link] = IntroducedAgent(index)
                 self._agents[index] = link
                 self._hellos[index] = message
                 if link.is_sealed:
@@ -258,7 +258,7 @@ class AgentLinks:
         self._selector.unregister(link)
         del self._peers[link]
 
-    def _drop(self, link: Link) -> Stranger | Agent:
+    def _drop(self, link: Link) -> Stranger | IntroducedAgent:
         """Close a link; who was at its other end."""
         peer = self._peers.pop(link)
         if link.fileno() >= 0:

@@ -214,7 +214,7 @@ class Attempt:
         """Whether the launcher itself, and no process of its own on another host, has started a shim."""
         network, route = self._identity.network, self._identity.route(self._plan, instance)
         is_here = network is None or (route is not None and route.address == network.control_host)
-        return is_here and self._record.runtimes.get(instance) in self._launcher.started
+        return is_here and self._record.runtime_of(instance) in self._launcher.started
 
     def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
         if hello["runtime"] == os.getpid() and self._start_watch.runtime:  # it died before the shim could look
@@ -260,9 +260,7 @@ class Attempt:
             self._record.hang_watch.is_told = True
             stacks.ask(self._record.hang_watch.hang)
         elif decision.action in (Action.STOP, Action.TIME_OUT, Action.STOP_HUNG):
-            self._record.is_timed_out = decision.action is Action.TIME_OUT
-            self._record.is_hung = decision.action is Action.STOP_HUNG
-            self._stop(decision.reason)
+            self._stop(decision)
         elif decision.action is Action.KILL:
             self._enter(Phase.KILLING)
             self._links.send_to_all({"order": "kill"})
@@ -273,18 +271,18 @@ class Attempt:
             send(own_tree(), signal.SIGCONT)  # whoever is stopped could not obey
 
     def _start_programs(self) -> None:
+        endpoints = self._record.endpoints
         for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
-            order = start_order(self._plan, index, self._environ, self._identity, self._record.endpoints)
+            order = start_order(self._plan, index, self._environ, self._identity, endpoints)
             self._links.send_order(index, order, self._identity.with_leases(streams))
             self._streams.close(streams)
-        self._record.has_started = True
         self._streams.start(self._signals.note_closed_output)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, decision: Decision) -> None:
         if self._record.phase is not Phase.INTERRUPTED:  # a runtime may end the others when Ctrl-C has ended one
             self._launcher_ended_early = self._launcher.has_ended or self._launcher.has_failed
-        self._record.stop_reason = reason
+        self._record.stop = decision
         if self._record.phase is Phase.STARTING:
             self._launcher.end(signal.SIGTERM)
             self._record.give_up_awaited()
@@ -319,21 +317,22 @@ class Attempt:
     def end(self, *, is_over: bool) -> JobEnd:
         """The end of the attempt, or how it stands."""
         record, signals = self._record, self._signals
+        action, reason = (None, "") if record.stop is None else (record.stop.action, record.stop.reason)
         end = JobEnd(
             statuses=record.statuses,
             num_interrupts=signals.num_interrupts,
             is_terminated=signals.is_terminated,
             is_output_closed=signals.is_output_closed or self._streams.has_no_reader,
             is_output_lost=signals.is_output_lost,
-            is_timed_out=record.is_timed_out,
-            is_hung=record.is_hung,
+            is_timed_out=action is Action.TIME_OUT,
+            is_hung=action is Action.STOP_HUNG,
             started_at_epoch_seconds=self._began_at_epoch_seconds,
             began_at_seconds=record.began_at_seconds,
             seconds=time.monotonic() - record.began_at_seconds,
             launcher_code=self._launcher.exit_code,
             has_started=record.has_started,
             launcher_ended_early=self._launcher_ended_early,
-            stop_reason=record.stop_reason,
+            stop_reason=reason,
             survivors=tuple(key.pid for key in self._survivors),
             interrupted=self._streams.interrupted,
             evidence=record.evidence,

@@ -5,7 +5,7 @@ The record starts, reads and writes nothing; the loop passes the clock's reading
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,11 +39,11 @@ from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
+    from poprun.job.policy import Decision
     from poprun.job.signals import ReceivedSignals
     from poprun.launch.launchers import StartWatch
     from poprun.observe.account.curves import JobCurves
     from poprun.observe.account.evidence import InstanceEvidence
-    from poprun.observe.account.judgements import Verdict
     from poprun.observe.judge.watch import PerformanceWatch
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
@@ -185,66 +185,130 @@ _PAUSE_SECONDS: Final = 5.0  # a step that is longer was a pause of the whole jo
 _IDLE_SHARE: Final = 0.05  # of a processor: one that waits in torch wakes up now and then
 
 
+class _FailureQuestion:
+    """The question where the others stand, which is asked once, after the first failure."""
+
+    def __init__(self, asked: Iterable[int], now_seconds: float) -> None:
+        self._awaited = set(asked)
+        self._deadline_seconds = now_seconds + EVIDENCE_SECONDS
+
+    def note_answer(self, instance: int) -> None:
+        """Wait no longer for an instance, which has answered or ended."""
+        self._awaited.discard(instance)
+
+    def is_open(self, now_seconds: float) -> bool:
+        """Whether an instance may still answer in time."""
+        return bool(self._awaited) and now_seconds < self._deadline_seconds
+
+
+class _Silence:
+    """For how long nothing was heard of each agent; in a pause of the whole job nothing can be heard."""
+
+    def __init__(self, num_instances: int, now_seconds: float) -> None:
+        self._awake_seconds = 0.0  # time in which poprun ran
+        self._looked_at_seconds = now_seconds
+        self._heard_at_seconds = [0.0] * num_instances  # of that time
+
+    def pass_time(self, now_seconds: float) -> bool:
+        """Let time pass until now; return whether the whole job was paused."""
+        step_seconds = now_seconds - self._looked_at_seconds
+        self._awake_seconds += min(step_seconds, _LONGEST_STEP_SECONDS)
+        self._looked_at_seconds = now_seconds
+        return step_seconds > _PAUSE_SECONDS
+
+    def end(self, *instances: int) -> None:
+        """Begin anew for agents of which something was heard."""
+        for instance in instances:
+            self._heard_at_seconds[instance] = self._awake_seconds
+
+    def is_too_long(self, instance: int) -> bool:
+        """Whether an agent must be frozen."""
+        return self._awake_seconds - self._heard_at_seconds[instance] >= FROZEN_SECONDS
+
+
 class Record:
     """One attempt of a job so far: the status of each instance, and what poprun has done."""
 
     def __init__(self, plan: LaunchPlan, identity: JobIdentity, now_seconds: float) -> None:
         self.plan = plan
         self.identity = identity  # which job this is, and which attempt of it
-        self._phase_since_seconds = now_seconds
         # every instance, by index
         self.statuses = [InstanceStatus(index=index) for index in range(plan.num_instances)]
-        self.phase = Phase.STARTING  # how far the attempt has come
-        # where each instance will listen: TensorFlow's worker; on instance 0 torch's store, JAX's, popdist's
-        self.endpoints: dict[int, tuple[Endpoint, ...]] = {}
-        self.reported: set[int] = set()  # the process ids of the agents that have reported, and of their shims
-        self.runtimes: dict[int, int] = {}  # the process that started the shim of each instance that has reported
-        self.began_at_seconds = now_seconds  # monotonic time at which the attempt began
-        self.has_started = False  # whether the programs were told to start
+        self._began = {Phase.STARTING: now_seconds}  # when each phase began, the present one last
+        self._hellos: dict[int, dict[str, Any]] = {}  # what each agent said of itself, by index
         self.hang_watch = HangWatch()  # whether instances wait while none makes progress
-        self.is_timed_out = False  # whether it is stopped because the job takes too long
-        self.is_hung = False  # whether it is stopped because no instance makes progress
-        self.stop_reason = ""  # why poprun stops it; empty when it does not
+        self.stop: Decision | None = None  # why poprun stops the attempt; None when it does not
         # what instances have told when they were asked last, or left behind when they failed, by index
         self.evidence: dict[int, InstanceEvidence] = {}
-        self.verdict_of_hang: Verdict | None = None  # who keeps the others waiting, when the user was told so
         # what is measured of them, where somebody asked for it
         self.curves = _empty_curves(plan.num_instances, now_seconds) if plan.has_curves else None
         self.performance: PerformanceWatch | None = None  # who is slow; None before the first look
-        self._is_asked = False  # whether they were asked because of a failure
-        self._asked: set[int] = set()  # those that have not answered yet
-        self._asked_at_seconds = 0.0
-        self._awake_seconds = 0.0  # time in which poprun ran; in a pause of the whole job nothing can be heard
-        self._looked_at_seconds = now_seconds
-        self._heard_at_seconds = [0.0] * plan.num_instances  # of that time, when each instance was last heard of
+        self._question: _FailureQuestion | None = None
+        self._silence = _Silence(plan.num_instances, now_seconds)
+
+    @property
+    def phase(self) -> Phase:
+        """How far the attempt has come."""
+        return next(reversed(self._began))
+
+    @property
+    def began_at_seconds(self) -> float:
+        """The monotonic time at which the attempt began."""
+        return self._began[Phase.STARTING]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the programs were told to start."""
+        return Phase.RUNNING in self._began
+
+    @property
+    def endpoints(self) -> dict[int, tuple[Endpoint, ...]]:
+        """Where each instance will listen: TensorFlow's worker; on instance 0 torch's store, JAX's, popdist's."""
+        return {
+            index: tuple(Endpoint(host=hello["address"], port=port) for port in hello["ports"])
+            for index, hello in self._hellos.items()
+        }
+
+    @property
+    def reported(self) -> set[int]:
+        """The process ids of the agents that have reported, and of their shims."""
+        return {hello[whose] for hello in self._hellos.values() for whose in ("shim", "pid")}
+
+    def runtime_of(self, instance: int) -> int | None:
+        """The process that started the shim of an instance; None if its agent has not reported."""
+        hello = self._hellos.get(instance)
+        return None if hello is None else hello["runtime"]
 
     def add_event(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
         """Add an event of an instance; times are this host's, as other clocks differ."""
-        if event["event"] == "exited" and self.identity.network is not None:
+        kind, phase = event["event"], self.phase
+        if kind == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
-        is_host_lost = any(status.problem == HOST_LOST for status in self.statuses)
-        phase = Phase.RUNNING if event["event"] == LOST and is_host_lost else self.phase  # others may be, too
+        if kind == LOST and any(status.problem == HOST_LOST for status in self.statuses):
+            phase = Phase.RUNNING  # others may be lost with it, too
         self.statuses[instance] = after_event(self.statuses[instance], event, phase, now_seconds)
-        if self.statuses[instance].problem == HOST_LOST:
+        self._silence.end(instance)
+        if kind == LOST and self.statuses[instance].problem == HOST_LOST:
             self._blame_own_network()
-        self._heard_at_seconds[instance] = self._awake_seconds
-        if event["event"] == "stats" and self.curves is not None:
+        if kind == "hello":
+            self._hellos[instance] = event
+        elif kind == "stats" and self.curves is not None:
             self.curves.add_look(self.statuses[instance], event, now_seconds)
-        if event["event"] in ("exited", "ended", LOST):
-            self._asked.discard(instance)
+        elif kind == "calls" and self.performance is not None:
+            self.performance.round.add(event, self.statuses[instance], now_seconds)
+        elif kind in ("stacks", "exited", "ended", LOST):
+            self._add_evidence(instance, event)
+
+    def _add_evidence(self, instance: int, event: dict[str, Any]) -> None:
+        """Keep what an instance has answered, or left behind at its end; wait no longer for its answer."""
+        if self._question is not None:
+            self._question.note_answer(instance)
         if event["event"] == "exited" and not event["was_stopped"]:
             self.evidence.pop(instance, None)  # where it stood before says nothing of its end
         if event["event"] == "stacks" or any(event.get(name) for name in _REMAINS):
             from poprun.observe.account.evidence import read_evidence
 
-            self._asked.discard(instance)
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
-        if event["event"] == "calls" and self.performance is not None:
-            self.performance.round.add(event, self.statuses[instance], now_seconds)
-        if event["event"] == "hello":
-            self.reported |= {event["shim"], event["pid"]}
-            self.runtimes[instance] = event["runtime"]
-            self.endpoints[instance] = tuple(Endpoint(host=event["address"], port=port) for port in event["ports"])
 
     def _blame_own_network(self) -> None:
         """Blame the network of poprun's machine where not one of several other hosts answers any more."""
@@ -275,17 +339,16 @@ class Record:
 
     def ask(self, now_seconds: float) -> list[int]:
         """Begin to wait for what programs tell of a failure; those to be asked, which record their calls."""
-        self._is_asked = True
-        self._asked_at_seconds = now_seconds
-        self._asked = set(self._recording())
+        asked = self._recording()
+        self._question = _FailureQuestion(asked, now_seconds)
         for status in self.statuses:
             if status.state is InstanceState.RUNNING:
                 self.evidence.pop(status.index, None)  # of a hang that is over
-        return sorted(self._asked)
+        return asked
 
     def awaits_evidence(self, now_seconds: float) -> bool:
         """Whether an instance that was asked because of a failure may still answer in time."""
-        return bool(self._asked) and now_seconds - self._asked_at_seconds < EVIDENCE_SECONDS
+        return self._question is not None and self._question.is_open(now_seconds)
 
     def _recording(self) -> list[int]:
         """The instances whose programs run and record their calls."""
@@ -295,25 +358,17 @@ class Record:
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
         """Begin a new phase."""
-        self.phase = phase
-        self._phase_since_seconds = now_seconds
-        self._heard_at_seconds = [self._awake_seconds] * len(self.statuses)
+        self._began[phase] = now_seconds
+        self._silence.end(*range(len(self.statuses)))
 
     def frozen_instances(self, now_seconds: float) -> list[int]:
         """The instances that should run, and whose agents have not been heard of for ``FROZEN_SECONDS``."""
-        step_seconds = now_seconds - self._looked_at_seconds
-        if step_seconds > _PAUSE_SECONDS:
+        if self._silence.pass_time(now_seconds):
             self.hang_watch.begin_anew(now_seconds)
-        self._awake_seconds += min(step_seconds, _LONGEST_STEP_SECONDS)
-        self._looked_at_seconds = now_seconds
         if self.phase is not Phase.RUNNING:
             return []
-        return [
-            status.index
-            for status, heard_at_seconds in zip(self.statuses, self._heard_at_seconds, strict=True)
-            if self._awake_seconds - heard_at_seconds >= FROZEN_SECONDS
-            and status.state in (InstanceState.READY, InstanceState.RUNNING)
-        ]
+        states = (InstanceState.READY, InstanceState.RUNNING)
+        return [it.index for it in self.statuses if it.state in states and self._silence.is_too_long(it.index)]
 
     def give_up_awaited(self) -> None:
         """Count the agents that have not reported as ended."""
@@ -338,7 +393,7 @@ class Record:
             failed = failed if now_seconds - lost_at_seconds >= CAUSE_SECONDS else None
         return JobSnapshot(
             phase=self.phase,
-            in_phase_seconds=now_seconds - self._phase_since_seconds,
+            in_phase_seconds=now_seconds - self._began[self.phase],
             in_job_seconds=now_seconds - self.identity.began_at_seconds,
             num_instances=len(self.statuses),
             num_ready=sum(status.state is InstanceState.READY for status in self.statuses),
@@ -351,7 +406,7 @@ class Record:
             is_hang_told=self.hang_watch.is_told,
             is_hang_suspected=self.hang_watch.is_suspected,
             awaits_stacks=awaits_stacks,
-            has_recorders=failed is not None and not self._is_asked and bool(self._recording()),
+            has_recorders=failed is not None and self._question is None and bool(self._recording()),
             awaits_evidence=self.awaits_evidence(now_seconds),
             awaits_culprit=awaits_culprit,
             has_lost_shim=start_watch.has_lost_one,

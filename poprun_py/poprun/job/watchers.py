@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from poprun.launch.messages.clock import HostClocks
     from poprun.observe.account.gpu_watch import GpuWatch
     from poprun.observe.judge.hangs import Hang
+    from poprun.observe.judge.verdict import Verdict
 
 _HOSTS_SECONDS: Final = 30.0  # how often hosts are looked at
 
@@ -121,6 +122,7 @@ class StackWatch(Watcher):
         self._watched = watched
         self._monitors = monitors
         self._inquiry: StackInquiry | None = None
+        self._verdict: Verdict | None = None  # who keeps the others waiting, when the user was told so
 
     @property
     def are_awaited(self) -> bool:
@@ -166,7 +168,7 @@ class StackWatch(Watcher):
 
     def add_to(self, end: JobEnd) -> JobEnd:
         """Add the verdict of the hang if the job was stopped because of the hang."""
-        return replace(end, verdict_of_hang=self._watched.record.verdict_of_hang) if end.is_hung else end
+        return replace(end, verdict_of_hang=self._verdict) if end.is_hung else end
 
     def _describe(self, inquiry: "StackInquiry") -> str:
         """Return the stacks in words; in a hang, the instance that the others wait for comes first."""
@@ -178,7 +180,7 @@ class StackWatch(Watcher):
         read_line = read_lines(record.evidence.values())
         if inquiry.hang is not None:
             verdict = find_verdict_of_hang(inquiry.hang, record.statuses, record.evidence, read_line)
-            record.verdict_of_hang = verdict
+            self._verdict = verdict
             if verdict.is_about_absence and inquiry.hang.waiting:
                 inquiry.hang = replace(inquiry.hang, absent=verdict.culprits)
             findings = describe_verdict(verdict, self._watched.plan.places)
