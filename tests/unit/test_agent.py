@@ -8,15 +8,15 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
-from contextlib import closing
-from unittest.mock import Mock
+from contextlib import ExitStack, closing
 
 import pytest
 
-from poprun.launch import agent, tree_ending
-from poprun.launch.agent import Agent, HeldKey, Parentage
+from poprun.launch import program_watch, tree_ending
+from poprun.launch.agent import Agent, HeldKey, HeldPorts, Parentage
 from poprun.launch.messages.control import Link
 from poprun.launch.process.process_tree import ProcessKey
+from poprun.launch.program_watch import ProgramWatch
 from poprun.launch.tree_ending import TreeEnding
 
 PROGRAM = 4_000_001
@@ -127,28 +127,66 @@ def test_a_tree_that_nobody_asked_is_not_over(world: World) -> None:
     assert not TreeEnding().is_over(None)
 
 
+def test_a_tree_whose_program_cannot_start_is_over() -> None:
+    """Nothing is waited for."""
+    ending = TreeEnding()
+    ending.give_up()
+
+    assert ending.is_over(None)
+
+
+def test_a_signal_asks_the_program_once(world: World) -> None:
+    """The loop obeys it, as a handler could interrupt anything."""
+    ending = TreeEnding()
+    ending.obey_signal(PROGRAM)
+    ending.note_signal(signal.SIGTERM, None)
+    assert world.sent == []
+    for _ in range(2):
+        ending.obey_signal(PROGRAM)
+
+    assert world.sent == [signal.SIGTERM, signal.SIGCONT]
+
+
 def test_a_library_that_listens_at_a_held_port_is_seen() -> None:
     """So is TensorFlow's worker, which listens on all addresses of both kinds."""
-    holder, other = (agent.hold_port("0.0.0.0") for _ in range(2))  # noqa: S104 - as TensorFlow's port is held
-    with closing(holder), closing(other), socket.socket(socket.AF_INET6) as library:
+    ports, others = (HeldPorts("127.0.0.1", 1) for _ in range(2))
+    with socket.socket(socket.AF_INET6) as library, closing(ports.sockets[0]), closing(others.sockets[0]):
         library.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        library.bind(("::", holder.getsockname()[1]))
+        library.bind(("::", ports.numbers[0]))
         library.listen()
 
-        assert agent.is_in_use(holder)
-        assert not agent.is_in_use(other)
+        assert ports.has_worker()
+        assert not others.has_worker()
 
 
-def test_a_program_is_asked_one_question_at_a_time() -> None:
+def test_the_first_instance_holds_the_ports_of_the_stores() -> None:
+    """The one of popdist's own listens already."""
+    with ExitStack() as stack:
+        ports = HeldPorts("127.0.0.1", 0)
+        for held in ports.sockets:
+            stack.enter_context(closing(held))
+
+        assert len(set(ports.numbers)) == 4
+        stack.enter_context(socket.create_connection(("127.0.0.1", ports.numbers[-1])))
+
+
+def test_a_program_is_asked_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers to two would be mixed up in its page. Stacks come first: moments of calls are asked for again."""
+    asked: list[int] = []
+
+    def ask(*_: object) -> list[int]:
+        asked.append(1)
+        return asked
+
+    monkeypatch.setattr(program_watch, "ProgramQuestion", ask)
+    monkeypatch.setattr(ProgramWatch, "_question_for_recorder", lambda *_, **__: None)
+    monkeypatch.setattr(ProgramWatch, "_question_for_stacks", lambda *_: None)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    watch = Mock()
     with ours, theirs:
         tested = Agent(Link(ours), 1, Parentage(0, 0, (), {}), [], HeldKey("", ""))
-        tested._program, tested._watch = PROGRAM, watch
-        for kind in ("calls", "calls", "stacks", "calls"):
+        tested._program = PROGRAM
+        for kind, num_asked in (("calls", 1), ("calls", 1), ("stacks", 2), ("calls", 2)):
             tested._execute({"order": kind, "most_helpers": 0})
-        for holder in tested._held:
-            holder.close()
 
-    assert [call[0] for call in watch.mock_calls] == ["ask_for_calls", "ask_for_stacks"]
+            assert len(asked) == num_asked
+        tested._ports.sockets[0].close()

@@ -32,17 +32,15 @@ from poprun.launch.process.spawn import (
     start_process,
     take_memory_from,
 )
-from poprun.launch.program_watch import ProgramQuestion, ProgramWatch
+from poprun.launch.program_watch import ProgramWatch
 from poprun.launch.tree_ending import TreeEnding
 
 TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import signal
     import socket
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from typing import Any, NamedTuple
-
-    from poprun.launch.clock_answers import ClockAnswers
 else:
     import _signal as signal  # the modules signal and socket would load enum and more
     import _socket as socket
@@ -97,35 +95,42 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
     return {}
 
 
-def hold_port(address: str) -> socket.socket:
-    """Return a socket that keeps a free port of ``address`` for a library of the program, without listening."""
-    # Every instance must know the port before the program listens. The kernel gives a port that is bound with
+class HeldPorts:
+    """The ports at which libraries of an instance's program will listen, held until then without listening."""
+
+    # Every instance must know the ports before the program listens. The kernel gives a port that is bound with
     # SO_REUSEADDR to no process that asks for any free port, but the library's listener can still bind the port.
-    holder = socket.socket(_family(address), socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((address, 0))
-    return holder
+
+    def __init__(self, address: str, index: int) -> None:
+        anywhere = "::" if ":" in address else "0.0.0.0"  # noqa: S104 - the socket does not listen
+        # TensorFlow's worker listens on all addresses; on instance 0 also torch's store and JAX's coordinator
+        self.sockets = [_bound(it, is_shared=True) for it in (anywhere, *([address] * 2 if index == 0 else []))]
+        # of popdist's own store, which instance 0's program inherits and finds listening
+        self.store = _bound(address, is_shared=False) if index == 0 else None
+        if self.store is not None:
+            self.store.listen(_BACKLOG)
+            self.sockets.append(self.store)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the ports: the worker's, and on instance 0 of torch's store, JAX's, and popdist's."""
+        return [one.getsockname()[1] for one in self.sockets]
+
+    def has_worker(self) -> bool:
+        """Whether TensorFlow listens at its port; if not, this process takes the port from now on."""
+        try:
+            self.sockets[0].listen()
+        except OSError:
+            return True
+        return False
 
 
-def is_in_use(holder: socket.socket) -> bool:
-    """Whether a library listens at the port of ``holder``; if not, ``holder`` takes the port from now on."""
-    try:
-        holder.listen()
-    except OSError:
-        return True
-    return False
-
-
-def open_store_listener(address: str) -> socket.socket:
-    """Return a listening socket at ``address`` for popdist's own store, which instance 0's program inherits."""
-    listener = socket.socket(_family(address), socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(_BACKLOG)
-    return listener
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+def _bound(address: str, *, is_shared: bool) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    if is_shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((address, 0))
+    return bound
 
 
 def connect_streams(address: str, key: str, index: int, timeout_seconds: float) -> list[int]:
@@ -171,84 +176,79 @@ class Agent:
 
     def __init__(self, control: Link, index: int, parentage: Parentage, streams: list[int], key: HeldKey) -> None:
         self._control = control
-        self._index = index
         self._parentage = parentage
         self._streams = streams
         self._key = key
-        self._is_remote = bool(key.text)
-        self._address = control.own_address()
-        # one port for TensorFlow's worker, on all addresses; two more for torch's store and JAX's coordinator
-        self._held = [hold_port("::" if ":" in self._address else "0.0.0.0")]  # noqa: S104 - the socket does not listen
-        self._held += [hold_port(self._address) for _ in range(2 if index == 0 else 0)]
-        self._store = open_store_listener(self._address) if index == 0 else None
+        self._ports = HeldPorts(control.own_address(), index)
         self._program: int | None = None
         self._ending = TreeEnding()
-        self._was_terminated = False
-        self._is_over = False
-        self._is_orphan = False
-        self._began_at_seconds = time.monotonic()
         self._watch = ProgramWatch()
-        self._question: ProgramQuestion | None = None
         self._poll = select.poll()
-        self._clock: ClockAnswers | None = None
+        # by descriptor; a listener returns False if its sender is gone
+        self._listeners: dict[int, Callable[[], bool]] = {}
         self._lease_address = ""
-        self._numbers: int | None = None
-        self._surroundings: tuple[dict[str, str], str] = ({}, "/")
-        self._unsent: list[Message] = []
+        known = {"shim": parentage.shim, "runtime": parentage.runtime, "address": control.own_address()}
+        hello = {"event": "hello", "instance": index, "pid": os.getpid(), **known, "ports": self._ports.numbers}
+        self._unsent: list[Message] = [hello]
+
+    @property
+    def _is_orphan(self) -> bool:
+        """Whether poprun cannot be heard any more."""
+        return self._control.fileno() not in self._listeners
 
     def run(self) -> None:
         """Obey poprun's orders until the whole tree of the program has ended, or the program cannot be started."""
         detach_streams()
+        began_at_seconds = time.monotonic()
         wakeup = self._catch_signals()
-        self._report_ready()
         become_subreaper()
         die_with_parent(signal.SIGCONT)  # a stopped agent must wake up to end the program
-        poll = self._poll
         ends = set(self._parentage.ends)
-        for descriptor in (self._control.fileno(), wakeup, *ends):
-            poll.register(descriptor, select.POLLIN)
-        while not self._is_over:
-            self._send()
-            for descriptor, _ in poll.poll(self._patience_milliseconds()):
-                if descriptor == wakeup:
-                    os.read(wakeup, RECEIVE_BYTES)
-                elif descriptor in self._parentage.ends:
-                    self._lose_shim(poll, ends)
-                elif not self._listen_to(descriptor):
-                    poll.unregister(descriptor)
-            if self._was_terminated and not self._ending.was_stopped:
-                self._ending.stop(self._program)
-            self._reap()
-            self._is_over |= self._ending.is_over(self._program)
+        self._listen_to(self._control.fileno(), self._hear_poprun)
+        self._listen_to(wakeup, lambda: bool(os.read(wakeup, RECEIVE_BYTES)))
+        for end in ends:
+            self._listen_to(end, lambda: self._lose_shim(ends))
+        while not self._ending.is_over(self._program):
             self._report_program()
+            self._send()
+            for descriptor, _ in self._poll.poll(self._patience_milliseconds()):
+                listener = self._listeners.get(descriptor)  # the one before may have ended it
+                if listener is not None and not listener():
+                    self._forget(descriptor)
+            self._ending.obey_signal(self._program)
+            self._reap()
+        self._report_program()
         self._await_word_of_shim(ends)
         self._queue({"event": "ended"})
         self._send()
-        if self._is_orphan or self._is_remote:  # otherwise poprun does this once for all instances
-            remove_abandoned(time.monotonic() - self._began_at_seconds)
+        if self._is_orphan or self._control.is_sealed:  # otherwise poprun does this once for all instances
+            remove_abandoned(time.monotonic() - began_at_seconds)
         self._leave_lease()
-        if self._is_orphan and self._is_remote:
+        if self._is_orphan and self._control.is_sealed:
             self._end_runtime()
         self._continue_parents()
 
-    def _lose_shim(self, poll: select.poll, ends: set[int]) -> None:
+    def _listen_to(self, descriptor: int, listener: Callable[[], bool]) -> None:
+        self._listeners[descriptor] = listener
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _forget(self, descriptor: int) -> None:
+        if self._listeners.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def _lose_shim(self, ends: set[int]) -> bool:
         """Stop the program because the shim or its parent has ended; only the first of the two events counts."""
         if ends:
             self._queue({"event": "shim_lost"})
             self._ending.stop(self._program)
         while ends:
-            poll.unregister(ends.pop())
+            self._forget(ends.pop())
+        return True
 
     def _await_word_of_shim(self, ends: set[int]) -> None:
         """Wait until the shim has reported to poprun that its parent ended: this report must arrive first."""
         if ends and has_ended(self._parentage.runtime):
             select.select(ends, (), (), _WORD_SECONDS)
-
-    def _report_ready(self) -> None:
-        sockets = [*self._held, *([self._store] if self._store else [])]
-        ports = [one.getsockname()[1] for one in sockets]
-        known = {"shim": self._parentage.shim, "runtime": self._parentage.runtime, "address": self._address}
-        self._queue({"event": "hello", "instance": self._index, "pid": os.getpid(), **known, "ports": ports})
 
     def _end_runtime(self) -> None:
         """End the MPI daemon that started the shim, because it would wait forever for the unreachable mpiexec."""
@@ -260,7 +260,7 @@ class Agent:
         """Continue the shim and its parent if somebody has stopped them, because both have to end now."""
         # a living poprun continues its own children; its user may have stopped poprun itself on purpose
         shim, runtime = self._parentage.shim, self._parentage.runtime
-        pids = [shim, *([runtime] if self._is_orphan or self._is_remote else [])]
+        pids = [shim, *([runtime] if self._is_orphan or self._control.is_sealed else [])]
         pids += list(ancestors(runtime))[:1] if self._is_orphan else []
         send([key for key in map(key_of, pids) if key is not None], signal.SIGCONT)
 
@@ -270,12 +270,11 @@ class Agent:
             self._queue(self._watch.measure())
         if left := self._ending.news():
             self._queue(left)
-        if self._question is not None and (answer := self._question.answer()):
+        if answer := self._watch.answer():
             self._queue(answer)
-            self._question = None
 
     def _patience_milliseconds(self) -> float | None:
-        if self._ending.has_begun or self._question is not None:
+        if self._ending.has_begun or self._watch.is_asked:
             return _WALK_MILLISECONDS if self._program or not self._ending.is_patient else _LOOK_MILLISECONDS
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
@@ -285,13 +284,10 @@ class Agent:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGTERM, self._ending.note_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return reader
-
-    def _on_terminate(self, *_: object) -> None:
-        self._was_terminated = True
 
     def _queue(self, message: Message) -> None:
         self._unsent.append(message)
@@ -304,16 +300,10 @@ class Agent:
         except OSError:  # poprun is gone; the loop learns this from the closed socket
             return
 
-    def _listen_to(self, descriptor: int) -> bool:
-        """Answer the program or obey poprun; return False if the sender is gone.
-
-        If poprun is gone, the agent stops the program.
-        """
-        if self._clock is not None and descriptor == self._clock.fileno():
-            return self._clock.answer()
+    def _hear_poprun(self) -> bool:
+        """Obey poprun; return False after the program was asked to end because poprun is gone."""
         if self._receive():
             return True
-        self._is_orphan = True
         self._ending.stop(self._program)
         return False
 
@@ -336,14 +326,14 @@ class Agent:
         elif order["order"] == "offer_signal" and self._program is not None:
             self._pass_signal(order["signal"])
         elif order["order"] == "stacks" and self._program is not None:
-            self._question = self._watch.ask_for_stacks(order["most_helpers"])
+            self._watch.ask_for_stacks(order["most_helpers"])
         elif order["order"] == "clock":
             self._queue({"event": "clock", "sent_ns": order["sent_ns"], "answered_ns": time.time_ns()})
-        elif order["order"] == "calls" and self._program is not None and self._question is None:
+        elif order["order"] == "calls" and self._program is not None and not self._watch.is_asked:
             # two questions at once would mix up the processes' answers; poprun repeats a question about calls
-            self._question = self._watch.ask_for_calls(order["most_helpers"])
+            self._watch.ask_for_calls(order["most_helpers"])
         elif order["order"] == "stop":
-            is_kept = self._program is not None and (self._watch.uses_jax() or is_in_use(self._held[0]))
+            is_kept = self._program is not None and (self._watch.uses_jax() or self._ports.has_worker())
             self._ending.grace_seconds = order["grace_seconds_in_vain" if is_kept else "grace_seconds"]
             self._ending.stop(self._program)
         elif order["order"] == "kill":
@@ -353,40 +343,51 @@ class Agent:
         """Start the program of the ``start`` order, in the shim's environment with the variables of the order."""
         forget_key(self._key)  # every agent has connected to poprun
         self._ending.grace_seconds = order["grace_seconds"]
-        given = self._parentage.environment
-        environment = {name: value for name, value in given.items() if not name.startswith("POPRUN_")}
-        environment |= order["environment"]
-        if self._store is not None:
-            environment[order["store_variable"]] = str(self._store.fileno())
-        page = self._watch.open_page(order)
-        if order["progress_variable"]:
-            environment[order["progress_variable"]] = str(page)
-        if order["numbers_variable"]:
-            self._numbers = self._watch.open_numbers()
-            environment[order["numbers_variable"]] = f"{self._numbers}:{os.fstat(self._numbers).st_ino}"
-        if order["clock_variable"]:
-            environment[order["clock_variable"]] = str(self._open_clock())
         self._lease_address = order["lease_address"]
         try:
             self._streams += self._fetch_lease()
         except OSError as error:
             self._fail({"event": "failed_to_hold", "errno": error.errno or 0})
             return
+        given = self._parentage.environment
+        environment = {name: value for name, value in given.items() if not name.startswith("POPRUN_")}
+        environment |= order["environment"]
+        only_the_programs = self._open_descriptors(order, environment)
         try:
             to_tell = bind(order["cores"], order["memory_nodes"])
         except OSError as error:
             self._fail({"event": "failed_to_bind", "errno": error.errno, "cores": order["cores"]})
         else:
-            self._run(order, environment, to_tell)
-        self._let_go()
+            self._run(order, environment, to_tell, kept=only_the_programs)
+        # pipes close only if all copies close; the other streams are leases, which last as long as this agent
+        for descriptor in (*self._streams[:NUM_STREAMS], *only_the_programs):
+            os.close(descriptor)
+
+    def _open_descriptors(self, order: dict[str, Any], environment: dict[str, str]) -> list[int]:
+        """Open what the program inherits, and name it in ``environment``; return what this agent does not need."""
+        only_the_programs = []
+        if self._ports.store is not None:
+            only_the_programs.append(self._ports.store.detach())
+            environment[order["store_variable"]] = str(only_the_programs[-1])
+        page = self._watch.open_page(order)
+        if order["progress_variable"]:
+            environment[order["progress_variable"]] = str(page)
+        if order["numbers_variable"]:
+            only_the_programs.append(self._watch.open_numbers())
+            pipe = only_the_programs[-1]
+            environment[order["numbers_variable"]] = f"{pipe}:{os.fstat(pipe).st_ino}"
+        if order["clock_variable"]:
+            only_the_programs.append(self._open_clock())
+            environment[order["clock_variable"]] = str(only_the_programs[-1])
+        return only_the_programs
 
     def _open_clock(self) -> int:
         """Begin to answer a traced program's questions for the time; return the descriptor for the program."""
         from poprun.launch.clock_answers import ClockAnswers
 
-        self._clock = ClockAnswers()
-        self._poll.register(self._clock.fileno(), select.POLLIN)
-        return self._clock.for_program.fileno()
+        clock = ClockAnswers()
+        self._listen_to(clock.fileno(), clock.answer)
+        return clock.for_program.detach()
 
     def _fetch_lease(self) -> list[int]:
         """Return the descriptors of the job's lease; [] if no process of this host keeps a lease of the job."""
@@ -406,11 +407,12 @@ class Agent:
     def _fail(self, event: Message) -> None:
         """Queue the event that says why the program cannot be started, and end the agent's loop."""
         self._queue(event)
-        self._is_over = True
+        self._ending.give_up()
 
-    def _run(self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str]) -> None:
-        kept = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
-        kept += [] if self._numbers is None else [self._numbers]
+    def _run(
+        self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str], kept: list[int]
+    ) -> None:
+        named = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
         streams = self._streams[:NUM_STREAMS]
         start = ProcessStart(
             order["words"],
@@ -418,7 +420,7 @@ class Agent:
             environment,
             streams,
             signal.SIGKILL,
-            kept,
+            {*named, *kept},
             order["open_files"],
         )
         try:
@@ -426,21 +428,8 @@ class Agent:
         except OSError as error:
             self._fail({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
         else:
-            self._watch.begin()
-            self._surroundings = (environment, order["working_directory"])
+            self._watch.begin(environment.get("TMPDIR", "/tmp"))
             self._queue({"event": "started", "pid": self._program, **to_tell})
-
-    def _let_go(self) -> None:
-        """Close the descriptors that the program has inherited, because pipes close only if all copies close."""
-        # the other descriptors are leases on the job's virtual IPUs and cores; they last as long as this agent
-        for descriptor in self._streams[:NUM_STREAMS]:
-            os.close(descriptor)
-        if self._store is not None:
-            self._store.close()
-        if self._numbers is not None:
-            os.close(self._numbers)
-        if self._clock is not None:
-            self._clock.for_program.close()
 
     def _pass_signal(self, signum: int) -> None:
         """Send the signal to the processes that handle it; report to poprun if no process handles it."""
@@ -456,9 +445,9 @@ class Agent:
                 self._queue(self._watch.last_event())
                 event = {"event": "exited", "code": ended.code, "at_seconds": time.monotonic()}
                 end = {"peak_bytes": ended.peak_bytes, "was_stopped": self._ending.was_stopped}
-                remains = {} if ended.code == 0 else self._watch.remains(*self._surroundings)
+                remains = {} if ended.code == 0 else self._watch.remains()
                 self._queue({**event, **end, **remains})
-                if ended.code and self._is_remote:
+                if ended.code and self._control.is_sealed:
                     self._send()
                     self._queue(self._watch.machine_event())
                 self._ending.end_leftovers(after_good_end=ended.code == 0)

@@ -26,7 +26,7 @@ from poprun.launch.process.process_tree import (
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable
     from typing import Any, Final
 
     from poprun.launch.messages.control import Message
@@ -321,15 +321,15 @@ def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
 class ProgramWatch:
     """Measures one program: reads its page, and measures its tree, which is walked less often."""
 
+    _page: int  # the descriptor of the page, from `open_page` on
+
     def __init__(self) -> None:
-        self._page = -1
-        self._page_bytes = 0
-        self._numbers = -1
+        self._order: dict[str, Any] = {}  # the ``start`` order
+        self._places: list[str] = []  # where the program writes files
+        self._numbers: int | None = None  # the descriptor of the pipe of numbers; None if there is none
         self._kills: list[int | None] = []
         self._begun_line = b""
-        self._announcement = (0, "")
-        self._recorder_at = 0
-        self._counters_module = ""
+        self._question: ProgramQuestion | None = None
         self._counters: Message = {}
         self._tree: list[ProcessKey] = []
         self._num_looks = 0
@@ -337,10 +337,7 @@ class ProgramWatch:
 
     def open_page(self, order: dict[str, Any]) -> int:
         """Make the page that a ``start`` order describes; its descriptor, for the program to inherit."""
-        self._page_bytes = order["progress_bytes"]
-        self._announcement = (order["announcement_at"], order["announcement_format"])
-        self._recorder_at = order["recorder_at"]
-        self._counters_module = order["counters"]
+        self._order = order
         self._page = os.memfd_create(_PAGE_NAME)
         os.ftruncate(self._page, _TEXT_AT)
         return self._page
@@ -352,8 +349,9 @@ class ProgramWatch:
         os.set_blocking(writer, False)
         return writer
 
-    def begin(self) -> None:
-        """Begin when the program has started; the first measurement comes a moment later."""
+    def begin(self, temporary: str) -> None:
+        """Begin when the program has started, whose folder of temporary files is ``temporary``."""
+        self._places = [self._order["working_directory"], temporary, "/dev/shm"]
         self._wait_for_next_second()
         self._kills = count_kills(_read(os.getpid(), "cgroup"))
 
@@ -388,10 +386,9 @@ class ProgramWatch:
         """The event with the content of the page after the program's end."""
         return {"event": "stats", "progress": self._read_page(), **self._read_numbers()}
 
-    def remains(self, environment: Mapping[str, str], working_directory: str) -> Message:
+    def remains(self) -> Message:
         """What a failed program has left behind: its collectives or its stacks, and which disks are full."""
-        places = (working_directory, environment.get("TMPDIR", "/tmp"), "/dev/shm")
-        left: Message = {"full_disks": [place for place in places if _is_full(place)]}
+        left: Message = {"full_disks": [place for place in self._places if _is_full(place)]}
         text = os.pread(self._page, os.fstat(self._page).st_size, _TEXT_AT)
         if text.startswith(_RECORD):
             from poprun.launch.recorder import cut_record
@@ -406,24 +403,37 @@ class ProgramWatch:
         self._wait_for_next_second()
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
-            reader = __import__(self._counters_module, fromlist=("read_counters",))  # which the start order names
+            # the start order names the module
+            reader = __import__(self._order["counters"], fromlist=("read_counters",))
             self._counters = reader.read_counters(self._announced()[0])
         self._num_looks += 1
         progress = self._read_page()  # first, as it moves fastest
         facts = {**measure(self._tree), **measure_pressure(self._announced()[0]), "counters": self._counters}
         return {"event": "stats", **facts, "progress": progress, **self._read_numbers()}
 
-    def ask_for_stacks(self, most_helpers: int) -> ProgramQuestion:
+    @property
+    def is_asked(self) -> bool:
+        """Whether a question was put that is not answered."""
+        return self._question is not None
+
+    def answer(self) -> Message | None:
+        """The event with the answer to the question; None as long as there is none."""
+        event = None if self._question is None else self._question.answer()
+        if event:
+            self._question = None
+        return event
+
+    def ask_for_stacks(self, most_helpers: int) -> None:
         """Request the stacks of the program and of its helpers, and what torch's recorder holds."""
-        return ProgramQuestion(
+        self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers),
             self._question_for_recorder(is_about_moments=False),
             lambda stacks, record: {**stacks, "recorder": record},
         )
 
-    def ask_for_calls(self, most_helpers: int) -> ProgramQuestion:
+    def ask_for_calls(self, most_helpers: int) -> None:
         """Request the moments of the program's last collectives, and the stacks of so many helpers."""
-        return ProgramQuestion(
+        self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers) if most_helpers else None,
             self._question_for_recorder(is_about_moments=True),
             lambda stacks, groups: {
@@ -453,22 +463,22 @@ class ProgramWatch:
 
     def _announced(self) -> tuple[int, int]:
         """The process that the page names, and the signal at which it writes its stacks."""
-        at, form = self._announcement
+        at, form = self._order["announcement_at"], self._order["announcement_format"]
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
 
     def _said_by_hook(self) -> tuple[int, bool]:
         """The descriptor in that process through which torch's recorder answers, or 0; and whether it uses JAX."""
-        descriptor, uses_jax = unpack("=i?", os.pread(self._page, calcsize("=i?"), self._recorder_at))
+        descriptor, uses_jax = unpack("=i?", os.pread(self._page, calcsize("=i?"), self._order["recorder_at"]))
         return descriptor, uses_jax
 
     def _read_page(self) -> str:
-        return os.pread(self._page, self._page_bytes, 0).hex()
+        return os.pread(self._page, self._order["progress_bytes"], 0).hex()
 
     def _read_numbers(self) -> Message:
         """What the program has reported since the last look, as lines, and when they were read; or nothing."""
         try:
-            data = os.read(self._numbers, _MOST_BYTES) if self._numbers >= 0 else b""
+            data = os.read(self._numbers, _MOST_BYTES) if self._numbers is not None else b""
         except BlockingIOError:
             return {}
         lines, _, self._begun_line = (self._begun_line + data).rpartition(b"\n")

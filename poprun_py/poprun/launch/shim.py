@@ -108,7 +108,9 @@ class Shim:
         os.close(life_reader)
         return True
 
-    def _fork_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int = -1) -> int | None:
+    def _fork_agent(
+        self, index: int, make_parentage: Callable[[], Parentage], report: int | None = None
+    ) -> int | None:
         """Fork the agent of instance ``index``, which reports a good end to ``report``; return its id or None."""
         try:
             agent = os.fork()
@@ -120,7 +122,7 @@ class Shim:
         self._agents[agent] = index
         return agent
 
-    def _be_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int) -> NoReturn:
+    def _be_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int | None) -> NoReturn:
         """Run an agent to its end and exit; the exit code is the error number if the agent could not begin."""
         exit_code = 1
         try:
@@ -130,7 +132,7 @@ class Shim:
             from poprun.launch.agent import HeldKey, run_agent
 
             exit_code = run_agent(self._address, HeldKey(self._key, self._key_file), index, make_parentage())
-            if exit_code == 0 and report >= 0:
+            if exit_code == 0 and report is not None:
                 _report_end(report)
         except OSError as error:
             exit_code = error.errno or 1

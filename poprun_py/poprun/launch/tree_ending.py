@@ -32,6 +32,8 @@ class TreeEnding:
         self.grace_seconds = _GRACE_SECONDS  # time that the program has to end after the request
         self.was_stopped = False  # whether the program was asked to end, or must not begin
         self.is_patient = False  # whether the other processes of a program that ended well may end by themselves
+        self._has_signal = False
+        self._is_given_up = False
         self._deadline_seconds: float | None = None
         self._told_at_seconds = 0.0
         self._news: list[Message] = []
@@ -40,6 +42,19 @@ class TreeEnding:
     def has_begun(self) -> bool:
         """Whether the end has begun, so that there is a deadline."""
         return self._deadline_seconds is not None
+
+    def note_signal(self, *_: object) -> None:
+        """Note the signal that asks for the end; :meth:`obey_signal` begins the end."""
+        self._has_signal = True
+
+    def obey_signal(self, program: int | None) -> None:
+        """Ask the program to end after a signal, unless this was done."""
+        if self._has_signal and not self.was_stopped:
+            self.stop(program)
+
+    def give_up(self) -> None:
+        """Be over at once, because the program cannot be started."""
+        self._is_given_up = True
 
     def stop(self, program: int | None) -> None:
         """Ask the program to end; the rest of its tree is killed at the deadline."""
@@ -69,8 +84,8 @@ class TreeEnding:
 
     def is_over(self, program: int | None) -> bool:
         """Whether a tree that must end has no process left; kill the remaining processes after the deadline."""
-        if self._deadline_seconds is None:
-            return False
+        if self._deadline_seconds is None or self._is_given_up:
+            return self._is_given_up
         tree = own_tree()
         if not tree and program is None:
             return True
