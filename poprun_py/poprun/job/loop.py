@@ -40,7 +40,11 @@ _MOST_LEFT: Final = 3
 
 
 class Attempt:
-    """One attempt of a job, from its control socket and its logs to its end."""
+    """One attempt of a job, from its control socket and its logs to its end.
+
+    Its attributes are what one turn of the loop brings together, and each has a class of its own: what is heard,
+    what is known, what watches and what is to be ended.
+    """
 
     def __init__(
         self,

@@ -177,6 +177,32 @@ def _is_shown(plan: LaunchPlan, instance: int) -> bool:
     return not plan.output.has_monitor and (shown is None or instance in shown)
 
 
+class Tails:
+    """The last lines of each instance: for the words of a failure, and with ``keeps_all`` for the job's report."""
+
+    def __init__(self, *, keeps_all: bool) -> None:
+        self._errors: dict[int, deque[bytes]] = {}
+        self._hidden: dict[int, deque[bytes]] = {}
+        self._all: dict[int, deque[bytes]] | None = {} if keeps_all else None
+
+    def add(self, source: Source, lines: bytes) -> None:
+        """Keep the last of the whole ``lines`` that came from ``source``."""
+        if source.target == _STDERR and lines:
+            _add_lines(self._errors.setdefault(source.instance, deque(maxlen=_TAIL_LINES)), lines)
+        elif not source.is_shown and lines:
+            _add_lines(self._hidden.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
+        if self._all is not None and lines:
+            _add_lines(self._all.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
+
+    def of_failure(self, instance: int) -> list[str]:
+        """Return the last lines of an instance's standard error; if there are none, of its hidden output."""
+        return _decode(self._errors.get(instance) or self._hidden.get(instance) or ())
+
+    def of_all(self, instance: int) -> list[str]:
+        """Return the last lines that ``instance`` wrote; [] if they are not kept."""
+        return _decode((self._all or {}).get(instance, ()))
+
+
 class Relay:
     """The thread that reads each of ``pipes``, (descriptor, instance, stream), to its end, and shows the lines."""
 
@@ -206,9 +232,7 @@ class Relay:
         self._is_interrupted = False
         self._tracebacks: TracebackFilter | None = None
         self._splitters = {source: LineSplitter() for source in sources}
-        self._tails: dict[int, deque[bytes]] = {}
-        self._printed: dict[int, deque[bytes]] = {}
-        self._last_lines: dict[int, deque[bytes]] | None = {} if plan.has_curves else None
+        self.tails = Tails(keeps_all=plan.has_curves)
         self._selector = selectors.DefaultSelector()
         self._stop_reader, self._stop_writer = os.pipe()
         self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
@@ -228,14 +252,6 @@ class Relay:
         if not self._thread.is_alive():
             self._selector.close()
             os.close(self._stop_reader)
-
-    def tail(self, instance: int) -> list[str]:
-        """Return the last lines of an instance's standard error; if there are none, of its hidden output."""
-        return _decode(self._tails.get(instance) or self._printed.get(instance) or ())
-
-    def last_lines(self, instance: int) -> list[str]:
-        """Return the last lines that ``instance`` wrote; [] if the job's report does not need the lines."""
-        return _decode((self._last_lines or {}).get(instance, ()))
 
     def leave_out_interrupts(self) -> None:
         """Hide tracebacks of KeyboardInterrupt from now on, because the user has pressed Ctrl-C."""
@@ -282,7 +298,7 @@ class Relay:
             self._logs.write(source.instance, source.target, data)
         splitter = self._splitters[source]
         lines = splitter.feed(data)
-        self._remember(source, lines)
+        self.tails.add(source, lines)
         if source.is_raw:
             self._displays[source.target].pass_on(data)
         elif source.is_shown:
@@ -291,7 +307,7 @@ class Relay:
     def _end(self, source: Source) -> None:
         """Show the last line of ``source``, which has ended, and close its descriptor."""
         lines = self._splitters.pop(source).finish()
-        self._remember(source, lines)
+        self.tails.add(source, lines)
         if source.is_shown and not source.is_raw:
             lines = self._sifted(source, lines)
             if self._tracebacks is not None and source.target == _STDERR:
@@ -309,14 +325,6 @@ class Relay:
 
             self._tracebacks = TracebackFilter(shows_all=self._shows_all)
         return self._tracebacks.feed(source.instance, lines, leaves_out_interrupts=self._is_interrupted)
-
-    def _remember(self, source: Source, lines: bytes) -> None:
-        if source.target == _STDERR and lines:
-            _add_lines(self._tails.setdefault(source.instance, deque(maxlen=_TAIL_LINES)), lines)
-        elif not source.is_shown and lines:
-            _add_lines(self._printed.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
-        if self._last_lines is not None and lines:
-            _add_lines(self._last_lines.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
 
 
 def _add_lines(tail: deque[bytes], lines: bytes) -> None:

@@ -96,18 +96,20 @@ class ProgramStreams:
 
     def last_line(self, instance: int) -> str:
         """Return the last line that ``instance`` wrote to standard error; an empty text if there is none."""
-        tail = [] if self._relay is None else self._relay.tail(instance)
+        tail = [] if self._relay is None else self._relay.tails.of_failure(instance)
         return tail[-1] if tail else ""
 
     def tails(self, instances: Iterable[int]) -> dict[int, list[str]]:
         """Return the last lines that each of ``instances`` wrote to its standard error, by instance."""
         relay = self._relay
-        return {} if relay is None else {index: relay.tail(index) for index in instances}
+        return {} if relay is None else {index: relay.tails.of_failure(index) for index in instances}
 
     def last_lines(self) -> dict[int, list[str]]:
         """Return the last lines of each instance, by instance; {} if the job's report does not need the lines."""
-        relay, instances = self._relay, range(self._plan.num_instances)
-        return {} if relay is None else {index: lines for index in instances if (lines := relay.last_lines(index))}
+        if self._relay is None:
+            return {}
+        tails = {index: self._relay.tails.of_all(index) for index in range(self._plan.num_instances)}
+        return {index: lines for index, lines in tails.items() if lines}
 
     def leave_out_interrupts(self) -> None:
         """Hide tracebacks of KeyboardInterrupt from now on, because the user has pressed Ctrl-C."""
