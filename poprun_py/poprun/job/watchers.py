@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from poprun.job.stack_inquiry import StackInquiry
     from poprun.launch.messages.clock import HostClocks
     from poprun.observe.account.gpu_watch import GpuWatch
+    from poprun.observe.account.judgements import Verdict
     from poprun.observe.judge.hangs import Hang
-    from poprun.observe.judge.verdict import Verdict
 
 _HOSTS_SECONDS: Final = 30.0  # how often hosts are looked at
 
