@@ -5,11 +5,15 @@ Holds poprun.observe.show.monitor.top.
 
 import os
 import pty
+import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -128,10 +132,23 @@ def test_monitor_draws_in_place_of_the_lines_and_wipes_itself_off(poprun: Poprun
     assert screen.rindex("\x1b[?25h") < screen.index("failed first")
 
 
+@contextmanager
+def on_terminal(terminal: int, *command: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command on a terminal; it is killed when the test fails, which would wait for its end otherwise."""
+    environ = dict(os.environ) | {"COLUMNS": "100", "TERM": "xterm"}
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
 def read_terminal(descriptor: int, text: str) -> str:
     """What is written to a terminal until ``text`` stands in it."""
     seen = b""
     while text.encode() not in seen:
+        assert select.select([descriptor], [], [], DEADLINE_SECONDS)[0], f"{text!r} is not in {seen!r}"
         try:
             seen += os.read(descriptor, 4096)
         except OSError:  # the last process has closed it
@@ -144,13 +161,11 @@ def test_the_live_view_shows_stacks_above_the_table(poprun: Poprun, tmp_path: Pa
     program = tmp_path / "nap.py"
     program.write_text("import time\ntime.sleep(600)\n")
     place = f'File "{program}", line 2'
-    environ = dict(os.environ) | {"COLUMNS": "100", "TERM": "xterm"}
     (ours, theirs), (top_ours, top_theirs) = pty.openpty(), pty.openpty()
     command = poprun.command("--monitor", "--launcher=local", "-n", "2", sys.executable, str(program))
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as job:
+    with on_terminal(theirs, *command) as job:
         read_terminal(ours, "running for")
-        top = [str(poprun.python.with_name("poprun-top")), str(job.pid)]
-        with subprocess.Popen(top, stdin=top_theirs, stdout=top_theirs, stderr=top_theirs, env=environ) as other:
+        with on_terminal(top_theirs, str(poprun.python.with_name("poprun-top")), str(job.pid)) as other:
             read_terminal(top_ours, "running for")
             other.send_signal(signal.SIGQUIT)
             for terminal in (ours, top_ours):
@@ -166,17 +181,16 @@ def test_the_live_view_shows_stacks_above_the_table(poprun: Poprun, tmp_path: Pa
 
 
 def test_one_of_several_jobs_is_chosen_by_the_arrow_keys(poprun: Poprun) -> None:
-    """On a terminal; elsewhere the jobs are listed, and one is to be named."""
-    command = poprun.command("--launcher=local", "sleep", "600")
-    environ = dict(os.environ) | {"COLUMNS": "100", "TERM": "xterm"}
+    """On a terminal; elsewhere the jobs are listed, and one is to be named. Jobs of others may run, too."""
+    words = ("--launcher=local", "sleep", "600")
     ours, theirs = pty.openpty()
-    with subprocess.Popen(command) as first, subprocess.Popen(command) as second:
+    with poprun.started(*words) as first, poprun.started(*words) as second:
         jobs = sorted((first.pid, second.pid))
         wait_until(lambda: all(f"  {pid}  " in look().out for pid in jobs))
-        top = [str(poprun.python.with_name("poprun-top"))]
-        with subprocess.Popen(top, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as chooser:
-            assert f"> {jobs[0]}" in read_terminal(ours, f"  {jobs[1]}")
-            os.write(ours, b"\x1b[B")
+        with on_terminal(theirs, str(poprun.python.with_name("poprun-top"))) as chooser:
+            listed = re.findall(r"(.) (\d+)  ", read_terminal(ours, f"  {jobs[1]}  "))
+            assert [row for row, (mark, _) in enumerate(listed) if mark == ">"] == [0]
+            os.write(ours, b"\x1b[B" * [int(pid) for _, pid in listed].index(jobs[1]))
             read_terminal(ours, f"> {jobs[1]}")
             os.write(ours, b"\r")
             assert str(jobs[1]) in read_terminal(ours, "running for")
@@ -184,6 +198,6 @@ def test_one_of_several_jobs_is_chosen_by_the_arrow_keys(poprun: Poprun) -> None
             assert chooser.wait(DEADLINE_SECONDS) == 0
         for job in (first, second):
             job.send_signal(signal.SIGINT)
-            job.wait(DEADLINE_SECONDS)
+            job.communicate(timeout=DEADLINE_SECONDS)
     os.close(ours)
     os.close(theirs)
