@@ -1,1 +1,1 @@
-"""The gradients of all replicas: where they lie, how they travel, and the one order in which they are added."""
+"""The gradients of all replicas: the memory for gradients, their exchange between instances, and their sum."""

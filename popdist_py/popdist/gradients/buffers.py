@@ -31,10 +31,10 @@ Kind: TypeAlias = tuple[torch.device, torch.dtype]
 """The device of a buffer and the dtype of its sum. Buffers of the same kind are added together."""
 
 LARGE: Final = 1 << 16
-"""Buffers with more elements are large. If torch counted no write, only checked steps compare a large buffer."""
+"""A buffer with more elements is large. If torch has counted no write, only checked steps compare the buffer."""
 
 _NEVER: Final = -1
-"""A version that no tensor has, so that the buffer counts as written."""
+"""A number of writes that no tensor has: a buffer with this number counts as written."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class ModelBuffer:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether the buffer is large and torch has counted no write since the buffer was equal to ``start``."""
+        """Whether the buffer is large, and torch has counted no write since the buffer was equal to ``start``."""
         # Some operations write to small buffers and are not counted, such as BatchNorm.
         if self.is_uncounted or self.start.numel() <= LARGE:
             return False
@@ -59,12 +59,12 @@ class ModelBuffer:
 
     @property
     def is_of_same_form(self) -> bool:
-        """Whether ``start`` still has the buffer's shape, dtype and device, which ``.data`` may have changed."""
+        """Whether the copy ``start`` has the shape, dtype and device that the buffer has now."""
         now, start = local_part(self.tensor), self.start
         return now.shape == start.shape and now.dtype == start.dtype and now.device == start.device
 
     def now(self) -> Tensor | None:
-        """Return the tensor that is this buffer in the module now; None if its shape or dtype has changed."""
+        """Return the tensor that the module has now as this buffer; None if the shape or dtype has changed."""
         now = getattr(self.owner, self.key, None)
         if not isinstance(now, Tensor):
             return None
@@ -81,7 +81,7 @@ class ModelBuffer:
         self.version = num_writes(self.tensor)
 
     def assign(self, value: Tensor) -> None:
-        """Write ``value``, which differs from ``start``, into the buffer, and count the buffer as written."""
+        """Write ``value``, which differs from the copy ``start``, into the buffer, and count this as a write."""
         self.set(value)
         self.version = _NEVER
 
@@ -92,7 +92,7 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
 
 
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
-    """Return the buffers that changed in the step; ``all_of_them`` also compares large buffers without a write."""
+    """Return the buffers that changed in the step; ``all_of_them`` compares even large buffers without a write."""
     found: dict[str, Tensor] = {}
     others: dict[str, tuple[Tensor, Tensor]] = {}  # on accelerators: compared together, because a wait costs time
     for name, buffer in buffers.items():
@@ -130,7 +130,7 @@ def mark_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class ReplicaBuffers:
-    """The buffers of one wrapped model and, during its step, the buffers of all models that are not in a step.
+    """The buffers of one wrapped model and, during its step, the buffers of all other models outside of a step.
 
     The tables belong together: all describe the same buffers, at different moments of a step.
     """
@@ -177,7 +177,7 @@ class ReplicaBuffers:
                 yield f"{path}.{key}" if path else key, owner, key, tensor
 
     def remember(self, *, is_checked: bool = False) -> list[str]:
-        """Copy every buffer; in a checked step return the large buffers that were written but not counted."""
+        """Copy every buffer. In a checked step return the names of large buffers with an uncounted write."""
         if self.has_none:
             return []
         known = {id(buffer.tensor): buffer for buffer in self.buffers.values()}
@@ -266,7 +266,7 @@ class ReplicaBuffers:
             self._made = [it and {key: value for key, value in it.items() if key in own} for it in self._made]
 
     def end_step(self) -> None:
-        """Note that the step has ended, whether or not the step made a gradient."""
+        """Record that the step has ended, whether or not the step made a gradient."""
         self.is_in_step = False
 
     def end_replica(self, *, has_run: bool) -> None:
@@ -286,12 +286,12 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def load(self, made: Mapping[str, Tensor]) -> None:
-        """Write the buffers that :meth:`store` returned back into the models, so that their replica continues."""
+        """Write the buffers that :meth:`store` returned into the models, so that their replica can continue."""
         for key, value in made.items():
             self._tracked[key].assign(value)
 
     def end_pass(self) -> None:
-        """End a pass outside of the micro batches, and keep the buffers that the pass wrote, of any model."""
+        """End a forward pass outside of the micro batches, and keep a copy of each buffer that the pass wrote."""
         seen = {id(buffer.tensor) for buffer in self._tracked.values()}
         for other in self._idle_models():
             self._track(other, seen)
@@ -315,7 +315,7 @@ class ReplicaBuffers:
         return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
-        """Return which buffers changed: a bit for each of this model, and the keys of other models' buffers."""
+        """Return a mask with a bit for each changed buffer of this model, and the keys of others that changed."""
         keys = set().union(*filter(None, self._made))
         if not keys:
             return 0, []
@@ -343,7 +343,7 @@ class ReplicaBuffers:
         return found
 
     def set_apart(self, keys: Iterable[str]) -> None:
-        """Exclude the buffers with these keys from the next steps, until these buffers change again."""
+        """Exclude the buffers ``keys`` from the next steps, until a buffer of that name changes again."""
         for key in keys:
             model, name = self._model_of(key)
             model.apart[name] = None
@@ -354,7 +354,7 @@ class ReplicaBuffers:
         return next((tensor for other, _, _, tensor in model.found() if other == name), None)
 
     def describe(self, key: str) -> str:
-        """Return the name of the buffer for a message, with the class of its model if this is another model."""
+        """Return the name of the buffer ``key`` for a message, with the model's class if this is another model."""
         model, name = self._model_of(key)
         return name if model is self else f"{name} of {type(model.module).__name__}"
 
@@ -388,7 +388,7 @@ class ReplicaBuffers:
                 self._tracked[key].assign(value)
 
     def _brought(self, kind: Kind, keys: Sequence[str], made: Mapping[str, Tensor] | None, replica: int) -> Tensor:
-        """Return a replica's addend: its values and the count 1. All are zeros if the replica does not count."""
+        """Return one replica's term of the sum of buffers: values and the count 1; zeros if it is left out."""
         device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
         flat = flatten([*((made or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)

@@ -85,7 +85,7 @@ def _clip(given: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be
 
 
 def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norm of each gradient in its dtype, equal on all instances, on the first gradient's device."""
+    """Return each gradient's norm in the gradient's dtype, on the first one's device, equal on all instances."""
     cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     with group.undivided(text):
         group.agree(text)
@@ -115,7 +115,7 @@ def _gathered_norms(group: Group, gradients: Sequence[Tensor], norm_type: float)
 
 
 def _norms_on_host(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of each tensor as a CPU tensor; an accelerator is waited for only once."""
+    """Return the norm of each tensor in one CPU tensor; the CPU waits for an accelerator only once."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
@@ -128,7 +128,7 @@ def _owner(ranges: list[range]) -> int:
 
 
 def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of gradients whose parts are on several instances."""
+    """Return the norm of all gradients together if the parts of a gradient are on several instances."""
     if norm_type <= 0:
         raise GradientError(f"{text}: norm_type must be greater than 0 where several instances share a model")
     replica = context.instances_of_replica()
@@ -171,7 +171,7 @@ def _holders(text: str, parameter: Any) -> list[int]:
 
 
 def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:
-    """Whether this instance's part of ``parameter`` counts; of several equal parts only the first counts."""
+    """Whether the norm counts this instance's part of ``parameter``; of equal parts only the first counts."""
     contract = context.environment().contract
     shards = {contract.parallelism.part_of(instance).shard for instance in instances}
     if len(shards) == 1 and contract.replica_part.shard:
@@ -187,6 +187,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _joined(norms: Iterable[float], norm_type: float) -> float:
-    """Return the norm of several tensors together, from the ``norms`` of the tensors."""
+    """Return the norm of several tensors together, computed from ``norms``, the norm of each tensor."""
     found = torch.tensor([0.0, *norms], dtype=torch.float64, device="cpu")
     return float(torch.linalg.vector_norm(found, norm_type))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from popdist.exchange.host_memory.segments import Reservation
 
 FlatTensors: TypeAlias = list[Tensor]
-"""The memory of one gradient of all parameters: a tensor for each flat buffer."""
+"""One gradient of every parameter as a list of flat tensors: one tensor for each flat buffer."""
 
 _LINE_BYTES: Final = 64
 
@@ -40,12 +40,12 @@ _DOUBLE: Final = frozenset({torch.float64, torch.complex128})
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of ``dtype`` are added."""
+    """Return the dtype in which numbers of ``dtype`` are added: float64 for 64-bit floats, otherwise float32."""
     return torch.float64 if dtype in _DOUBLE else torch.float32
 
 
 def check_gradient_dtype(dtype: object) -> torch.dtype | None:
-    """Return ``dtype`` if it is None or gradients can be rounded to ``dtype``; raise an error otherwise."""
+    """Return ``dtype`` if it is None, torch.bfloat16 or torch.float16; raise GradientError otherwise."""
     if dtype is not None and dtype not in HALVES:
         raise GradientError(
             f"gradient_dtype={dtype!r}: gradients can be rounded to torch.bfloat16 or torch.float16, or not at "
@@ -60,7 +60,7 @@ def num_real_elements(tensor: Tensor) -> int:
 
 
 def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """One flat tensor of ``dtype`` with the numbers of at least one of ``tensors``, which lie on one device."""
+    """Return the elements of ``tensors`` (at least one, all on one device) in one flat tensor of ``dtype``."""
     reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return torch.cat([it.reshape(-1).to(dtype) for it in reals])
 
@@ -72,14 +72,14 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def add_flat(left: FlatTensors, right: FlatTensors) -> FlatTensors:
-    """Add ``right`` to ``left``, in place."""
+    """Add each flat tensor of ``right`` in place to the same flat tensor of ``left``, and return ``left``."""
     for total, flat in zip(left, right, strict=True):
         total.add_(flat)
     return left
 
 
 def scale_flat(tensors: FlatTensors, *, times: float = 1.0, over: float = 1.0) -> None:
-    """Multiply and divide in place; by 1 changes nothing."""
+    """Multiply each of ``tensors`` by ``times``, then divide by ``over``, in place; a 1 changes nothing."""
     for flat in tensors:
         if times != 1:
             flat.mul_(times)
@@ -98,15 +98,17 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
 
 
 SMALL: Final = 1 << 14
-"""Gradients of fewer numbers are copied together, which takes less time than to have each in the cache."""
+"""Number of elements below which gradients are copied all together: faster than to copy each from the cache."""
 
 ALIGNMENT: Final = 16
-"""In numbers: slots begin at its multiples, so at lines of cache, and complex ones at even places."""
+"""Each parameter's part of a flat buffer, its slot, begins at a multiple of this number of elements.
+So a slot begins at a cache line, and a complex slot at an even element.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class FlatBuffer:
-    """The place of some parameters' gradients: one buffer for each device and dtype."""
+    """The layout of one flat buffer, which holds the gradients of the parameters of one device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
@@ -115,31 +117,31 @@ class FlatBuffer:
     size: int = 0
 
     def append(self, index: int, parameter: Parameter) -> None:
-        """Give ``parameter`` a slot at the end."""
+        """Reserve a slot at the end of the buffer for the gradient of ``parameter``, number ``index``."""
         self.members.append((index, parameter, self.size))
         self.size += -(-num_real_elements(parameter) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatGradient:
-    """Room for one gradient of all parameters."""
+    """Memory for one gradient of every parameter of a model, in flat buffers."""
 
     tensors: FlatTensors
     slots: list[Tensor]  # each parameter's part of ``tensors``; none in narrow buffers
     slot_of: dict[int, Tensor]  # by the identity of the parameter
 
     def clear(self) -> None:
-        """Fill it with zeros."""
+        """Fill the flat buffers with zeros."""
         for flat in self.tensors:
             flat.zero_()
 
     def copy(self, other: "FlatGradient") -> None:
-        """Fill it with what ``other`` holds."""
+        """Copy the elements of the flat buffers of ``other`` into the flat buffers of this gradient."""
         for flat, values in zip(self.tensors, other.tensors, strict=True):
             flat.copy_(values)
 
     def move_in(self, parameter: Tensor, *, even_small: bool = True) -> None:
-        """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is in the cache."""
+        """Move ``parameter.grad`` into its slot of a flat buffer, if possible, while this is in the CPU's cache."""
         slot = self.slot_of.get(id(parameter))
         if slot is None or (slot.numel() < SMALL and not even_small):
             return
@@ -154,7 +156,7 @@ class FlatGradient:
 
 
 class GradientLayout:
-    """Where the gradients of a model's trained parameters lie in flat buffers, in the order of the model."""
+    """The layout of the gradients of a model's trained parameters in flat buffers, in the order of the model."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self.names: list[str] = []
@@ -175,7 +177,7 @@ class GradientLayout:
         self._are_narrow = any(wide_dtype(it.dtype) != it.dtype for it in self._parameters)
 
     def __str__(self) -> str:
-        """What must be the same on all instances, in words."""
+        """Return a text of the number and names of parameters and the buffer sizes; equal on all instances."""
         return self._text
 
     @cached_property
@@ -190,24 +192,24 @@ class GradientLayout:
 
     @cached_property
     def trained(self) -> frozenset[int]:
-        """The identities of all parameters."""
+        """The Python ids of all parameters that the model trains."""
         return frozenset(map(id, self._parameters))
 
     @cached_property
     def moved_early(self) -> frozenset[int]:
-        """The identities of those whose gradients are handled one by one, in a step that sends nothing early.
+        """The Python ids of parameters whose gradients are handled one by one, if the step sends nothing early.
 
-        A large gradient is moved while it is in the cache, and of one on an accelerator the stream is recorded.
+        A large gradient is moved while it is in the cache; for a gradient on an accelerator its stream is recorded.
         """
         large = (it for it in self._parameters if not it.is_cpu or local_part(it).numel() >= SMALL)
         return frozenset(map(id, large))
 
     def used(self) -> int:
-        """Which parameters have a gradient now: bit i stands for ``names[i]``."""
+        """Return a mask of the parameters that have a gradient now: bit i stands for ``names[i]``."""
         return sum(1 << i for i, parameter in enumerate(self._parameters) if parameter.grad is not None)
 
     def not_finite(self) -> int | None:
-        """Return the first parameter whose gradient has NaN or infinity; None if there is no such parameter."""
+        """Return the position of the first parameter whose gradient has NaN or infinity; None if there is none."""
         gradients = [local_gradient(parameter) for parameter in self._parameters]  # of all: the others wait
         found = [(i, gradient.isfinite().all()) for i, gradient in enumerate(gradients) if gradient is not None]
         # one wait for all gradients of an accelerator
@@ -215,12 +217,12 @@ class GradientLayout:
         return next((i for (i, _), is_finite in zip(found, are_finite, strict=True) if not is_finite), None)
 
     def clear(self) -> None:
-        """Set every ``.grad`` to None."""
+        """Set the ``.grad`` of every trained parameter to None."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def make_wide(self, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Room in ``tensors``, which have the buffers' sizes and dtypes; None for new ones, all zero."""
+        """Return memory for one float32 or float64 gradient, in ``tensors``; if None, in new zero tensors."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in buffers]
         found = {
@@ -233,14 +235,14 @@ class GradientLayout:
         return FlatGradient(tensors=tensors, slots=slots, slot_of=slot_of)
 
     def make_narrow(self, dtype: torch.dtype, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Room of ``dtype`` for the sum over replicas: in ``tensors``, or in new ones for None."""
+        """Return memory of ``dtype`` for the sum over replicas, in ``tensors``; if None, in new zero tensors."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=dtype, device=it.device) for it in buffers]
         return FlatGradient(tensors=tensors, slots=[], slot_of={})
 
     @torch.no_grad()
     def fill(self, into: FlatGradient, times: float = 1.0, *, clears: bool = False) -> int:
-        """Copy every gradient, or zeros, into its slot, and multiply; gives which there were, as :meth:`used`."""
+        """Copy each ``.grad`` (or zeros) into its slot of ``into``, times ``times``; return a :meth:`used` mask."""
         used, slots, gradients = 0, list[Tensor](), list[Tensor]()
         for position, (parameter, slot) in enumerate(zip(self._parameters, into.slots, strict=True)):
             gradient = parameter.grad
@@ -266,7 +268,7 @@ class GradientLayout:
         return used
 
     def set_gradients(self, source: FlatGradient, used: int) -> None:
-        """Set the ``.grad`` of each parameter in ``used`` to its part of ``source``, all others to None."""
+        """Set ``.grad`` of each parameter in the mask ``used`` to its part of ``source``, all others to None."""
         for position, (parameter, slot) in enumerate(zip(self._parameters, source.slots, strict=True)):
             if not used >> position & 1:
                 parameter.grad = None
@@ -281,7 +283,7 @@ class GradientLayout:
 
 
 def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
-    """Return the numbers of ``flat`` from ``start``, in the shape and memory order of ``parameter``."""
+    """Return the elements of ``flat`` from position ``start``, in the shape and strides of ``parameter``."""
     part = flat[start : start + num_real_elements(parameter)]
     if parameter.is_complex():
         part = torch.view_as_complex(part.view(-1, 2))
@@ -290,13 +292,13 @@ def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
 
 
 def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:
-    """Return the tree nodes that ``instance`` can add from its own replicas."""
+    """Return the tree nodes (partial sums over replicas) that ``instance`` can add from its own replicas."""
     replicas = layout.replicas_of(instance)
     return aligned_nodes(replicas.start, replicas.stop, layout.num_replicas)
 
 
 def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | None:
-    """Return the one tree node of each host of ``num_local`` instances; None if a host's replicas are no node."""
+    """Return each host's tree node (partial sum over its replicas); None if a host's replicas form no node."""
     block = layout.num_local_replicas * num_local
     if block & (block - 1):
         return None
@@ -305,7 +307,7 @@ def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | 
 
 
 def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) -> TwoLevelReduction:
-    """Return the sum of tensors on ``device`` over all replicas, first in each host's memory if possible."""
+    """Return the operation that adds tensors on ``device`` over all replicas, first in each host if possible."""
     backend = group.backend
     local_collectives = None if device.type != "cpu" else backend.local_collectives
     nodes = None if local_collectives is None else nodes_of_hosts(layout, local_collectives.size)
@@ -322,11 +324,11 @@ def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> Non
 
 
 NEAR: Final = 16
-"""Runs with fewer numbers than this between them are joined: those between two slots belong to no parameter."""
+"""Ranges with a gap of fewer elements are joined; the elements between two slots belong to no parameter."""
 
 
 def joined(runs: Sequence[range]) -> list[range]:
-    """Join runs that are near each other; all runs in ascending order."""
+    """Return ``runs``, ranges of elements, in ascending order; runs with only a small gap become one range."""
     found: list[range] = []
     for run in sorted((run for run in runs if run), key=lambda run: run.start):
         if found and run.start - found[-1].stop < NEAR:
@@ -339,7 +341,7 @@ def joined(runs: Sequence[range]) -> list[range]:
 def scatter_sum(
     group: Group, layout: ReplicaLayout, own: Sequence[Tensor], wanted: Sequence[Sequence[range]]
 ) -> None:
-    """Make the ``wanted`` runs of the first of ``own``, this instance's partial sums, those of the whole sum."""
+    """Overwrite this instance's ``wanted`` ranges of its first partial sum in ``own`` with the job's sum."""
     reduction, op = sum_over_hosts(group, layout, own[0].device), sum_of(own[0].dtype)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
     for number in range(max(map(len, rounds))):
@@ -358,7 +360,7 @@ def scatter_sum(
 
 
 class SharedSum:
-    """Flat tensors in memory that the instances of the job share, all of them on one host, and their sum."""
+    """The sum of the instances' flat tensors in memory that all instances of the job share on one host."""
 
     def __init__(self, host: HostGroup, layout: ReplicaLayout, forms: Sequence[tuple[int, torch.dtype]]) -> None:
         self._host = host
@@ -375,7 +377,7 @@ class SharedSum:
             self._place_mine(self._reserved.row)
 
     def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
-        """Overwrite the first of :attr:`mine` with the sum of all instances' nodes; False on all without room."""
+        """Overwrite ``mine[0]`` with the sum over all instances. Return False on all if the host lacks memory."""
         # not before do the instances know that all have the same forms
         if not self._reductions and not self._connect():
             return False
@@ -387,7 +389,7 @@ class SharedSum:
         return True
 
     def _connect(self) -> bool:
-        """Make the memory of all instances known to each; whether there is room."""
+        """Map the shared memory of all instances, and prepare the sum; return False if the host lacks memory."""
         try:
             block = self._host.allocate(self._num_bytes, self._reserved)
         except BackendError:
@@ -414,7 +416,7 @@ class SharedSum:
         self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
 
     def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
-        """Return node ``position``'s flat tensors in an instance's ``memory``; each begins at a cache line."""
+        """Return the flat tensors of node ``position`` in an instance's ``memory``, each from a cache line on."""
         start, tensors = position * sum(self._stretches), []
         for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
             tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
@@ -423,14 +425,14 @@ class SharedSum:
 
 
 class RepeatedSum:
-    """The sum of flat tensors over all replicas, as it is made step by step."""
+    """The sum of flat tensors over all replicas, which each step computes again in the same memory."""
 
     def __init__(self) -> None:
         self._forms: list[tuple[int, torch.dtype]] = []
         self._shared: SharedSum | None = None
 
     def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
-        """Return the sum over all replicas; ``own`` are this instance's nodes. All instances call this method."""
+        """Return the sum over all replicas of ``own``, this instance's partial sums. All instances call this."""
         if layout.num_instances == 1:
             return finish(own, layout.num_replicas, add_flat)
         rows, host = list(own.values()), group.backend.host_group

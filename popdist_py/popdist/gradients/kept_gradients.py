@@ -19,7 +19,7 @@ from popdist.ground.tree import TreeSum, finish
 
 
 class KeptGradients(GradientKeeper):
-    """The gradients of one step, added in ``memory``."""
+    """The gradients of one step, which are added up in ``memory`` and kept until the optimizer's step."""
 
     def __init__(self, memory: GradientMemory, *, accumulation: int = 1, checks_finite: bool = False) -> None:
         super().__init__(memory.gradients)
@@ -41,7 +41,7 @@ class KeptGradients(GradientKeeper):
         memory.begin_step()
 
     def begin(self, *, scales: bool) -> int:
-        """Begin a whole batch; return a number for the gradients that go early, 0 for none."""
+        """Begin a step on a whole batch; return a digest of the gradients that will be sent early, 0 if none."""
         overlap = self._memory.overlap
         if overlap is not None and self._find_parts() is None:
             self._early = overlap.begin_step(scales=scales)
@@ -49,20 +49,20 @@ class KeptGradients(GradientKeeper):
         return 0 if self._early is None else self._early.number
 
     def announce(self, header: Exchange) -> None:
-        """Keep the exchange of the headers that begin the step, of which this instance's was just sent."""
+        """Keep ``header``, the running exchange of the headers with which all instances begin the step."""
         self._has_begun = True
         if self._early is not None:
             self._early.set_header(header)
 
     def begin_micro_batch(self, index: int, weight: float) -> None:
-        """Begin micro batch ``index``; in the last one gradients may go early."""
+        """Begin micro batch ``index``. In the last micro batch gradients may be sent during the backward pass."""
         self._current = self._next_room(index)
         is_last = index + 1 == self._memory.layout.num_local_replicas * self._accumulation
         if self._early is not None and is_last:
             self._early.begin_last(self._sum_of(index // self._accumulation), self._replicas, weight)
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Move a gradient that was just accumulated in ``.grad`` to where it will be added."""
+        """Move the gradient that was just accumulated in ``parameter.grad`` into the memory of the sum."""
         if self._current is None:
             return
         if not parameter.is_cpu:
@@ -72,7 +72,7 @@ class KeptGradients(GradientKeeper):
             self._early.add_gradient(parameter)
 
     def add(self, index: int, weight: float, scale: float, *, clears: bool = True) -> None:
-        """Add the gradients that the backward passes of micro batch ``index`` left in ``.grad``."""
+        """Add the gradients that the backward passes of micro batch ``index`` left in ``.grad`` to the sum."""
         for stream in self._streams:  # a program may compute its backward pass in a stream of its own
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
         self._streams.clear()
@@ -89,26 +89,26 @@ class KeptGradients(GradientKeeper):
         self._push(index, room)
 
     def skip(self, index: int) -> None:
-        """Add zeros for micro batch ``index``, which has no samples."""
+        """Add zeros to the sum for micro batch ``index``, which has no samples."""
         room = self._next_room(index)
         room.clear()
         self._push(index, room)
 
     def close(self) -> int:
-        """Send what is left of gradients that go early; return the way in which gradients are added."""
+        """Send the rest of the gradients if some were sent early; return a number for the way of addition."""
         self._parts = self._find_parts()
         way = 0 if self._early is None else self._early.close(self._replicas.values)
         return way if self._parts is None else self._parts.number
 
     def finish(self, over: float, used: int, way: int) -> None:
-        """Set ``.grad`` of the parameters in ``used`` to the sum over all replicas, divided by ``over``."""
+        """Set ``.grad`` of the parameters in the mask ``used`` to the sum over replicas, divided by ``over``."""
         parts = self._parts if way > 0 else None
         self.gradients.set_gradients(self._sum(over, parts, are_early_right=way < 0), used)
         if parts is not None:
             parts.replace_grads(self._memory.group)
 
     def end(self) -> None:
-        """Let another step send gradients early. Never raises."""
+        """Release the channel, so that another step can send gradients early. Never raises."""
         if self._early is not None:
             self._early.end()
 
@@ -116,7 +116,7 @@ class KeptGradients(GradientKeeper):
         return self._memory.room_for(*divmod(index, self._accumulation))
 
     def _push(self, index: int, gradient: FlatGradient) -> None:
-        """Add a micro batch to its replica, and a finished replica to the job."""
+        """Add a micro batch's ``gradient`` to the replica's sum, and a complete replica's sum to the job's sum."""
         if self._accumulation > 1:
             own = self._sum_of(index // self._accumulation)
             own.push(gradient)
@@ -127,19 +127,19 @@ class KeptGradients(GradientKeeper):
         self._replicas.push(self._memory.rounded(gradient, replica))
 
     def _sum_of(self, replica: int) -> TreeSum[FlatGradient]:
-        """Return the sum over the micro batches so far of a local replica."""
+        """Return the sum over the micro batches that the local replica ``replica`` has run so far."""
         if replica not in self._open:
             self._open[replica] = TreeSum(self._accumulation, self._memory.of_micro_batches.add)
         return self._open[replica]
 
     def _find_parts(self) -> GradientParts | None:
-        """Return the parts of the sum that the instances need; None where all of them get the whole sum."""
+        """Return the parts of the sum that the instances need; None if every instance needs the whole sum."""
         if self._memory.shared is not None or len(self._memory.group.instances) == 1:
             return None
         return parts_of(self.gradients)
 
     def _sum(self, over: float, parts: GradientParts | None, *, are_early_right: bool) -> FlatGradient:
-        """Return the sum over all replicas, divided by ``over``, in wide buffers; all instances call this."""
+        """Return the sum over all replicas, divided by ``over``, in float32 or float64. All instances call it."""
         early = None if self._early is None else self._early.wait(over, are_right=are_early_right)
         if early is not None:
             return early
@@ -148,7 +148,7 @@ class KeptGradients(GradientKeeper):
         return self._memory.widened(self._sum_at_end(1.0, parts), over)
 
     def _sum_at_end(self, over: float, parts: GradientParts | None) -> FlatGradient:
-        """Return the sum, divided by ``over``, in the buffers in which the gradients were added."""
+        """Return the sum over all replicas, divided by ``over``, which is computed after all backward passes."""
         memory, own = self._memory, self._replicas.values
         if (total := memory.sum_in_host(own, over)) is not None:
             return total

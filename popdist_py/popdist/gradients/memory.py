@@ -1,4 +1,4 @@
-"""The gradients of a model: the memory in which they are added up, and those that a step begins with.
+"""The memory in which a model's gradients are added up, and the old gradients that exist when a step begins.
 
 On a host whose instances share memory, the gradient that ends as an instance's part of the sum lies there from the
 start, and each instance adds a share of the elements in place. Elsewhere the parts are sent to everybody. The
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class GradientPool:
-    """Room for gradients of one kind, used again in each step."""
+    """A pool of memory blocks, each for one gradient of every parameter; every step uses the blocks again."""
 
     def __init__(self, make: Callable[[], FlatGradient]) -> None:
         self._make = make
@@ -52,29 +52,29 @@ class GradientPool:
         self._free: list[FlatGradient] = []
 
     def begin_step(self) -> None:
-        """Make all of it free."""
+        """Mark every memory block of the pool as free, because a new step begins."""
         self._free = list(self._all)
 
     def get(self) -> FlatGradient:
-        """Room that nobody uses."""
+        """Return a free memory block of the pool; make a new block if no block is free."""
         if not self._free:
             self._all.append(self._make())
             return self._all[-1]
         return self._free.pop()
 
     def put_back(self, gradient: FlatGradient) -> None:
-        """Make the room of ``gradient`` free."""
+        """Mark the memory block of ``gradient`` as free."""
         self._free.append(gradient)
 
     def add(self, left: FlatGradient, right: FlatGradient) -> FlatGradient:
-        """Add ``right``, whose room is free then, to ``left``."""
+        """Add ``right`` to ``left`` in place, mark the memory block of ``right`` as free, and return ``left``."""
         add_flat(left.tensors, right.tensors)
         self.put_back(right)
         return left
 
 
 class GradientMemory:
-    """Room for the gradients of micro batches, and what their sum needs again in the next step."""
+    """The memory for the gradients of micro batches and for their sums, which every step uses again."""
 
     def __init__(
         self,
@@ -105,24 +105,24 @@ class GradientMemory:
             self.shared = SharedSum(host, layout, forms)
 
     def begin_step(self) -> None:
-        """Make all room free."""
+        """Mark all memory blocks as free, because a new step begins."""
         self.of_micro_batches.begin_step()
         self.of_replicas.begin_step()
 
     def room_for(self, replica: int, position: int) -> FlatGradient:
-        """Room for micro batch ``position`` of a local replica."""
+        """Return memory for the gradient of micro batch ``position`` of the local replica ``replica``."""
         shared = self._shared_for(replica) if position == 0 and self.narrow is None else None
         return shared or self.of_micro_batches.get()
 
     def _shared_for(self, replica: int) -> FlatGradient | None:
-        """Room in the host's memory, if the node that begins with ``replica`` can be computed there."""
+        """Return the shared memory of the partial sum that begins with ``replica``; None if there is none."""
         if replica not in self._node_of or not self.shared_rooms:
             return None
         return self.shared_rooms[self._node_of[replica]]
 
     @property
     def shared_rooms(self) -> list[FlatGradient]:
-        """Room in the host's memory for each of this instance's nodes; none where there is none yet."""
+        """The shared memory for each partial sum of this instance; empty if the host has no room (yet)."""
         if self.shared is None:
             return []
         if not self._shared_rooms:
@@ -132,14 +132,14 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum of all instances' nodes, divided by ``over``; None if instances share no memory."""
+        """Return the sum over all instances, divided by ``over``; None if the instances share no memory."""
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None
         return None
 
     def rounded(self, gradient: FlatGradient, replica: int) -> FlatGradient:
-        """Return ``gradient`` of a local replica, rounded into narrow buffers if gradients are added in these."""
+        """Return a local replica's ``gradient`` rounded to the dtype ``narrow``; unchanged if that is None."""
         if self.narrow is None:
             return gradient
         narrow = self._shared_for(replica) or self.of_replicas.get()
@@ -148,7 +148,7 @@ class GradientMemory:
         return narrow
 
     def widened(self, total: FlatGradient, over: float) -> FlatGradient:
-        """Return ``total``, a sum in narrow buffers, as a sum in wide buffers, divided by ``over``."""
+        """Return the sum ``total``, which is in 16-bit buffers, in float32 or float64, divided by ``over``."""
         wide = self.of_micro_batches.get()
         wide.copy(total)
         scale_flat(wide.tensors, over=over)
@@ -156,11 +156,11 @@ class GradientMemory:
 
 
 ParameterKind = tuple[int, bool, torch.device, torch.dtype]
-"""A parameter's identity, whether it is trained, device and dtype: while these stay, its slot does."""
+"""A parameter's Python id, whether it is trained, device and dtype: while these stay equal, the layout stays."""
 
 
 class ModelGradients:
-    """The gradients of the parameters that a model trains now; they may change from step to step."""
+    """The gradients of the parameters that a model trains; the trained parameters may change between steps."""
 
     def __init__(self, module: nn.Module, narrow: torch.dtype | None = None) -> None:
         self.narrow = narrow
@@ -171,12 +171,12 @@ class ModelGradients:
         self.device = torch.device("cpu")
 
     def parameters(self) -> list[Parameter]:
-        """The model's parameters now, frozen ones too."""
+        """Return all parameters that the model has now, including frozen parameters."""
         module = self._module()
         return [] if module is None else list(module.parameters())
 
     def unused(self) -> dict[int, Tensor]:
-        """The gradients that no optimizer has used, by the identity of their parameters."""
+        """Return the gradients that no optimizer has used; the key is the Python id of the parameter."""
         return {
             id(parameter): gradient
             for parameter in self.parameters()
@@ -184,14 +184,14 @@ class ModelGradients:
         }
 
     def remove(self) -> tuple[dict[int, Tensor], bool]:
-        """Set every ``.grad`` to None; gives what :meth:`unused` was, and whether there were used ones."""
+        """Set every ``.grad`` to None; return the unused gradients by Python id, and whether others were used."""
         parameters = self.parameters()
         if parameters:
             self.device = parameters[0].device
         return remove_gradients(parameters)
 
     def layout(self) -> GradientLayout:
-        """Where the gradients of the parameters of this moment lie; the same object until these change."""
+        """Return the layout of the gradients in flat buffers; the same object until a parameter changes."""
         kinds = [(id(it), it.requires_grad, it.device, it.dtype) for it in self.parameters()]
         if kinds != self._kinds:
             module = self._module()
@@ -201,7 +201,7 @@ class ModelGradients:
         return self._layout
 
     def memory(self, group: Group, layout: ReplicaLayout) -> GradientMemory:
-        """The memory in which they are added; the same object until the parameters change."""
+        """Return the memory in which the gradients are added; the same object until a parameter changes."""
         gradients = self.layout()
         if self._memory is None or self._memory.gradients is not gradients or self._memory.group is not group:
             self._memory = GradientMemory(group, layout, gradients, self.narrow)
@@ -214,7 +214,7 @@ _models: Final[weakref.WeakSet[ModelGradients]] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A gradient that nothing has used: a copy, in memory that no step writes over, and its parameter."""
+    """A copy of a gradient that no optimizer has used, in memory that no step overwrites, and its parameter."""
 
     position: int
     parameter: Parameter
@@ -223,7 +223,7 @@ class _Kept:
 
 
 class OldGradients:
-    """The gradients that a model has when its step begins: removed, and ``kept`` if no optimizer has used them."""
+    """The gradients that a model has when a step begins: removed, and ``kept`` if no optimizer has used them."""
 
     __slots__ = ("_gradients", "_is_decided", "_module", "kept")
 
@@ -256,7 +256,7 @@ class OldGradients:
         self.kept = found
 
     def number(self, *, add: bool) -> int:
-        """What this instance says of them in a header; 0 if there are none."""
+        """Return a number that describes the kept gradients, for a header to all instances; 0 if none are kept."""
         if not self.kept or self._is_decided:
             return 0
         if add:  # a digest of which parameters they belong to; else the place of the first of them, from 1
@@ -272,7 +272,7 @@ class OldGradients:
     def drop_unless_added(
         self, numbers: Mapping[int, int], *, add: bool, name: Callable[[list[int]], str] = name_instances
     ) -> None:
-        """Drop them unless the step adds to them; a GradientError if an unused one would be lost."""
+        """Drop the kept gradients unless ``add``; raise GradientError if an unused gradient would be lost."""
         self._is_decided = True
         if add and len(set(numbers.values())) > 1:
             raise GradientError(
@@ -299,7 +299,7 @@ class OldGradients:
 
     @torch.no_grad()
     def add_to_new(self) -> None:
-        """Make each ``.grad`` the sum of what was kept and of what the step has made, if it has made any."""
+        """Add each kept gradient to the step's ``.grad``; if the step made none, restore the kept gradient."""
         for kept in self.kept:
             parameter, new = kept.parameter, kept.parameter.grad
             if new is None:
@@ -336,5 +336,5 @@ def _is_zero(gradient: Tensor) -> bool:
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Whether the elements of ``gradient`` that are here are all finite."""
+    """Whether all elements of ``gradient`` that this instance has are finite."""
     return bool(_numbers(gradient).isfinite().all())

@@ -22,12 +22,12 @@ _optimizers: Final[WeakSet[Optimizer]] = WeakSet()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters of all parameter groups."""
+    """Return the parameters of all parameter groups of ``optimizer``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def mark_used(parameters: Iterable[Tensor]) -> None:
-    """Mark the present gradients of ``parameters`` as used."""
+    """Mark the present gradients of ``parameters`` as used by an optimizer."""
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None:
@@ -42,12 +42,12 @@ def mark_step(optimizer: Optimizer) -> None:
 
 
 def is_used(gradient: Any) -> bool:
-    """Whether ``gradient`` was used and has not been written since."""
+    """Whether an optimizer has used ``gradient``, and nothing has written to ``gradient`` since."""
     return getattr(gradient, "_popdist_used", None) == num_writes(gradient)
 
 
 def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:
-    """Set every ``.grad`` to None; return the unused gradients, and whether any gradient was used.
+    """Set every ``.grad`` to None; return the gradients that no optimizer has used, and whether any was used.
 
     The key of a gradient is the identity of its parameter.
     """
@@ -69,7 +69,7 @@ def stepped_parameters() -> set[int]:
 
 
 def digest_of_rates(parameters: Collection[int]) -> int:
-    """Return a digest of the numbers, such as learning rates, in groups of ``parameters``, given by identity.
+    """Return a digest of the learning rates and other numbers in the groups of ``parameters``, given by id.
 
     Only optimizers that have made a step count. A learning rate that is a tensor is ignored.
     """
@@ -82,7 +82,7 @@ def digest_of_rates(parameters: Collection[int]) -> int:
 
 
 def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:
-    """Mark whether popdist has made ``gradient``, and nothing of a single instance was added to it since."""
+    """Record whether popdist made ``gradient``, and no instance has added a value of its own since."""
     gradient._popdist_reduced = is_reduced  # noqa: SLF001 - an attribute of popdist, not of torch
 
 
@@ -107,7 +107,7 @@ class TrainingLoop:
 
     @contextmanager
     def read_loader(self) -> Iterator[Callable[[], None]]:
-        """A context in which a loader is read; yields the function to call before each next batch."""
+        """A context in which the program reads a loader; yields a function to call before each next batch."""
         num_steps_before = self.num_optimizer_steps
 
         # optimizer.step() is not the end of a step, because the loop updates its own counters before its next
@@ -126,7 +126,7 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """Record that a step of ``model`` begins, which ends the step before, unless a loader shows the ends."""
+        """Record that a step of ``model`` begins. This ends the step before, unless a loader is being read."""
         if self._num_open_loaders:
             return
         # if several models take turns, each has had its step; a closure's steps begin before the optimizer has
@@ -164,14 +164,14 @@ def _count_step(optimizer: Optimizer, *_: object) -> None:
 def _wrap_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Mark the gradients that a closure makes as used, so that its next call may drop them."""
+    """Return a step's arguments with a closure that marks its gradients as used, so that they may be dropped."""
     return with_closure(optimizer, args, kwargs, lambda: mark_step(optimizer))
 
 
 def with_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a step with a closure that calls ``do_after`` at its end; None without closure."""
+    """Return an optimizer step's arguments with a closure that ends by ``do_after()``; None without a closure."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return None
@@ -192,6 +192,6 @@ def with_closure(
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the closure, which makes the gradients, in the arguments of an optimizer's step; None if absent."""
+    """Return the closure among the arguments of an optimizer's ``step()``; None if there is no closure."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None

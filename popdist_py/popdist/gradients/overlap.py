@@ -1,8 +1,8 @@
 """Overlap of gradient reduction with the backward pass: buckets are sent while the last backward pass still runs.
 
-What is sent early is a copy. At the end each instance compares it with its gradients, bit by bit: if one was
-wrong, all add once more. A step goes early only if all instances have said so; then each sends every bucket, as
-the others wait for it. The first one is small, to begin early; later ones are larger.
+A bucket sent early is a copy. At the end each instance compares it with its gradients, bitwise: if one copy was
+wrong, all instances add once more. A step sends early only if all instances have agreed; then each sends every
+bucket, because the others wait for it. The first bucket is small, to begin early; later buckets are larger.
 """
 
 import hashlib
@@ -36,22 +36,22 @@ from popdist.ground.local_tensors import local_gradient
 from popdist.ground.tree import Node, TreeSum
 
 KEPT_BYTES: Final = 31 << 20
-"""The largest block that counts, of at most 32 MiB, with room for what the C library adds."""
+"""Size of the largest block that makes glibc keep freed memory: 32 MiB, less room for glibc's own data."""
 
 
 BUCKET_SIZE: Final = 1 << 20
-"""Numbers in the first bucket of a flat buffer, or more where the last gradient in it is large."""
+"""Number of elements in the first bucket of a flat buffer; a bucket that ends with a large gradient has more."""
 
 NUM_DOUBLINGS: Final = 3
-"""How often the next bucket has at least twice as many."""
+"""How many times the next bucket has at least twice as many elements as the bucket before."""
 
 PIECE_SIZE: Final = 1 << 21
-"""Numbers that travel together, about: three quarters to one and a half of it, or a bucket of fewer."""
+"""Number of elements sent in one message: 0.75 to 1.5 times this number, or a whole smaller bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients that are sent together: from ``start`` to ``stop`` of flat buffer number ``buffer``."""
+    """Gradients that are sent together: the elements ``start`` to ``stop`` of flat buffer number ``buffer``."""
 
     buffer: int
     start: int
@@ -60,12 +60,12 @@ class Bucket:
 
     @property
     def run(self) -> slice:
-        """Where its numbers are in the flat buffer."""
+        """The slice of the flat buffer that holds the gradients of this bucket."""
         return slice(self.start, self.stop)
 
 
 def make_buckets(buffers: Sequence[FlatBuffer]) -> list[Bucket]:
-    """All flat buffers in buckets, from the end of each to its beginning: the last parameters come first."""
+    """Divide all flat buffers into buckets of gradients; the buckets of the last parameters come first."""
     buckets = [bucket for number, buffer in enumerate(buffers) for bucket in _buckets_of(number, buffer)]
     return sorted(buckets, key=lambda bucket: min(bucket.members), reverse=True)
 
@@ -81,7 +81,7 @@ def _buckets_of(number: int, buffer: FlatBuffer) -> Iterable[Bucket]:
 
 
 def runs_of(bucket: Bucket) -> list[slice]:
-    """Return the pieces of a bucket; all but the last are equal, and each begins at a cache line."""
+    """Return the slices of a bucket that are sent one by one; all but the last are equally long."""
     size = bucket.stop - bucket.start
     num_pieces = max(1, (size + PIECE_SIZE // 2) // PIECE_SIZE)
     width = -(-size // (num_pieces * ALIGNMENT)) * ALIGNMENT
@@ -90,11 +90,11 @@ def runs_of(bucket: Bucket) -> list[slice]:
 
 
 BucketPiece: TypeAlias = tuple[slice, BucketAllReduce]
-"""A part of a bucket, which travels by itself: where its numbers are in the flat buffer, and their sum."""
+"""A part of a bucket that is sent by itself: its slice of the flat buffer, and its all-reduce."""
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what the backward pass of a step frees for the next one."""
+    """Make the C library keep the memory that a backward pass frees for the next backward pass."""
     # once a block of this size was freed, glibc keeps twice as much (mallopt(3)); else the kernel clears it anew
     torch.empty(KEPT_BYTES, dtype=torch.uint8, device="cpu")
 
@@ -139,7 +139,7 @@ class Overlap:
         self._pieces: list[list[BucketPiece]] = []
 
     def _allocate(self) -> None:
-        """Make the memory that all steps use, unless it is there."""
+        """Allocate the memory for the buckets that all steps use, unless this was done before."""
         if self._has_memory:
             return
         keep_freed_memory()
@@ -162,19 +162,19 @@ class Overlap:
         return BucketAllReduce(self.channel, nodes, self._num_replicas, into, local)
 
     def num_expected(self) -> list[int]:
-        """Return for each bucket how many parameters will get a gradient; too many where nothing is known."""
+        """Return the number of gradients that each bucket waits for; in the first step more than will come."""
         return [
             sum(id(member) in self.expected for member in members) + (not self.expected)
             for members in self.members
         ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
-        """Return the sum of the step that begins; None if its gradients shall not be sent early."""
+        """Return the sum of the gradients that the new step sends early; None if it sends none early."""
         number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
     def number_of_step(self) -> int:
-        """Return a number for the gradients that this instance would send early in a step; 0 for none."""
+        """Return a digest of the gradients that this instance would send early in a step; 0 if none."""
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
@@ -187,13 +187,13 @@ class Overlap:
         return 1 + int.from_bytes(number, "little")
 
     def post_receives(self) -> None:
-        """Post a receive for every bucket, when all instances have agreed to send them."""
+        """Post a receive for every bucket, after all instances have agreed to send the buckets early."""
         self.channel.wait_until_idle()
         for _, total in chain.from_iterable(self._pieces):
             total.post_receives()
 
     def send(self, number: int, own: Sequence[Tensor]) -> None:
-        """Send a bucket, of which ``own`` are the tree nodes that this instance has computed, to be added."""
+        """Send bucket ``number``, so that the job adds it; ``own`` are this instance's partial sums."""
         first = self.buckets[number].start
         for run, total in self._pieces[number]:
             total.send([flat[run.start - first : run.stop - first] for flat in own])
@@ -202,7 +202,7 @@ class Overlap:
                 total.start_waiting()
 
     def finish(self, over: float) -> FlatGradient:
-        """Return the sums over the job, divided by ``over``, in wide buffers, after all buckets were sent."""
+        """Wait for all buckets; return the sums over the job, divided by ``over``, in float32 or float64."""
         total = self.sums if self._narrow is None else self.replica
         number = self.channel.num_issued - sum(map(len, self._pieces))
         for bucket, pieces in zip(self.buckets, self._pieces, strict=True):
@@ -217,18 +217,18 @@ class Overlap:
         return total
 
     def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
-        """Remember which parameters got a gradient, and whether what was sent early was right."""
+        """Record which parameters got a gradient, and whether the gradients sent early were final."""
         # without a new parameter the program changes gradients that were sent, and will do so again
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
 
     def drop_memory(self) -> None:
-        """Use other memory from now on: late messages may still write into this one."""
+        """Use new memory from now on, because late messages may still write into the present memory."""
         self._has_memory = False
 
 
 class LastMicroBatch:
-    """The last micro batch of a step on this instance, and its buckets added to what came before it."""
+    """The last micro batch of a step on this instance; its gradients are added bucket by bucket to the sums."""
 
     def __init__(
         self,
@@ -246,19 +246,19 @@ class LastMicroBatch:
         self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
 
     def check_stream(self, parameter: Tensor) -> None:
-        """Find out whether this thread may read a new gradient in its stream; else send nothing more early."""
+        """Check whether this thread may read a new gradient in its stream; otherwise send no more early."""
         self._is_blocked |= not self._is_in_order(parameter.device) or (
             parameter.grad is not None and parameter.grad.layout != torch.strided
         )
 
     def can_read(self, number: int) -> bool:
-        """Whether the gradients of a bucket may be read here and now."""
+        """Whether this thread may read the gradients of bucket ``number`` now."""
         buffer = self._overlap.gradients.flat_buffers[self._overlap.buckets[number].buffer]
         return not self._is_blocked and self._is_in_order(buffer.device)
 
     @torch.no_grad()
     def add(self, number: int, weight_scale: float) -> list[Tensor]:
-        """Return the tree nodes of bucket ``number``, bitwise equal to the nodes at the end of the step."""
+        """Return this instance's partial sums of bucket ``number``, bitwise equal to a sum after the step."""
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
             slot = wide.slot_of[id(parameter)]
@@ -279,7 +279,7 @@ class LastMicroBatch:
         return list(replicas.nodes.values())
 
     def _is_in_order(self, device: torch.device) -> bool:
-        """Whether this thread computes on ``device`` in the stream in which the micro batch began, for itself."""
+        """Whether this thread uses the stream of ``device`` in which the micro batch began, without a capture."""
         if device not in self._streams:
             return True
         is_same = torch.accelerator.current_stream(device) == self._streams[device]
@@ -287,12 +287,12 @@ class LastMicroBatch:
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
-    """The sum, written over ``right``, a copy of what this step sends: ``left`` is still needed."""
+    """Return ``left + right``, and write the sum over ``right``, because the step still needs ``left``."""
     return torch.add(left, right, out=right)
 
 
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What numbers are compared as: a NaN is not equal to itself, and 0.0 is to -0.0."""
+"""The integer dtype in which floats of this number of bytes are compared: NaN != NaN, but 0.0 == -0.0."""
 
 
 class OverlappedSum:
@@ -316,19 +316,19 @@ class OverlappedSum:
         overlap.channel.is_in_use = True
 
     def set_header(self, announced: Exchange) -> None:
-        """Keep the exchange of the headers that begin the step, of which this instance's was just sent."""
+        """Keep ``announced``, the running exchange of the headers with which all instances begin the step."""
         self._announced = announced
         announced.peek()
 
     def begin_last(
         self, micro_batches: TreeSum[FlatGradient], replicas: TreeSum[FlatGradient], weight: float
     ) -> None:
-        """Begin the last micro batch: from now on buckets are sent as they become complete."""
+        """Begin the last micro batch: from now on each bucket is sent when its gradients are complete."""
         if weight:
             self._last = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Send the buckets that the gradient of ``parameter`` completes, if all instances want them."""
+        """Send each bucket that the gradient of ``parameter`` completes, if all instances have agreed."""
         if self._last is None:
             return
         with self._lock:
@@ -343,7 +343,7 @@ class OverlappedSum:
                 self._num_early += 1
 
     def close(self, own: Sequence[FlatGradient]) -> int:
-        """Send what is left of ``own``, the tree nodes; minus :attr:`number` if all sent is right, or 0."""
+        """Send the rest of the buckets ``own``; return ``-number`` if all sent buckets were right, else 0."""
         with self._lock:
             if not self._is_agreed():
                 return 0
@@ -355,7 +355,7 @@ class OverlappedSum:
             return -self.number if is_final else 0
 
     def wait(self, over: float, *, are_right: bool) -> FlatGradient | None:
-        """Wait for what is on its way; gives the sums divided by ``over``, or None unless all ``are_right``."""
+        """Wait for the buckets that were sent; return the sums divided by ``over`` if ``are_right``, else None."""
         was_sent, self._num_sent = self._num_sent > 0, 0
         if are_right:
             return self._overlap.finish(over)
@@ -364,7 +364,7 @@ class OverlappedSum:
         return None
 
     def end(self) -> None:
-        """Let another step send early; an abandoned step sends what the others still expect. Never raises."""
+        """End this sum, so that another step can send early; an abandoned step sends its rest. Never raises."""
         with self._lock:
             if self._is_over:
                 return
@@ -385,7 +385,7 @@ class OverlappedSum:
             self._num_awaited[bucket] -= id(parameter) in self._overlap.expected
 
     def _is_agreed(self) -> bool:
-        """Whether all instances have said that they send what this one does."""
+        """Whether all instances have agreed to send the same gradients early."""
         if self._weight_scale is None and self._announced is not None and not self._is_refused:
             numbers = self._announced.peek()
             if numbers is not None:
@@ -398,7 +398,7 @@ class OverlappedSum:
         return self._weight_scale is not None
 
     def _protected(self, send: Callable[[], None]) -> None:
-        """Call ``send``; after an interruption nobody knows what was sent, so no instance sends early any more."""
+        """Call ``send``; if it raises, stop all early sending, because nobody knows which data were sent."""
         try:
             send()
         except BaseException:
@@ -406,7 +406,7 @@ class OverlappedSum:
             raise
 
     def _send(self, own: Sequence[Tensor]) -> None:
-        """Send the next bucket."""
+        """Send the partial sums ``own`` of the next bucket."""
         number = self._num_sent
         self._num_sent += 1
         self._protected(lambda: self._overlap.send(number, own))
@@ -416,7 +416,7 @@ class OverlappedSum:
             self._send([node.tensors[bucket.buffer][bucket.run] for node in own])
 
     def _is_final(self, last: FlatGradient) -> bool:
-        """Whether what was sent early has the bits of ``last``."""
+        """Whether the gradients sent early are bitwise equal to ``last``, the gradients at the end."""
         starts = {bucket.buffer: bucket.start for bucket in self._overlap.buckets[: self._num_early]}
         sent = self._overlap.sent
         pairs = [(sent.tensors[it][start:], last.tensors[it][start:]) for it, start in starts.items()]
@@ -424,7 +424,7 @@ class OverlappedSum:
 
 
 def _have_same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two flat tensors have the same bits; any NaN equals another, as torch's conversions make several."""
+    """Whether two flat tensors are bitwise equal; all NaNs count as equal, because conversions make several."""
     if torch.equal(left.view(torch.int64), right.view(torch.int64)):  # slots begin at cache lines, so sizes fit
         return True
     bits = _BITS[left.dtype.itemsize]

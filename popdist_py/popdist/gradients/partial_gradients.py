@@ -1,4 +1,4 @@
-"""Gradients of which an instance has a part, because it updates no more elements than these.
+"""Gradients of which each instance has only a part: the elements that this instance's optimizer updates.
 
 That is so where all trained parameters belong to a sharded optimizer. What reads such a ``.grad`` and cannot do it
 element by element first gathers all gradients of the step, and all instances must come to it.
@@ -25,11 +25,11 @@ _SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Te
 
 
 class GradientElsewhere(Tensor):
-    """A gradient whose numbers, or some of them, are not in its own memory."""
+    """A gradient of which some or all elements are not in this tensor's own memory."""
 
     @property
     def whole(self) -> Tensor:
-        """The gradient as an ordinary tensor."""
+        """The whole gradient as an ordinary tensor."""
         raise NotImplementedError
 
     @classmethod
@@ -40,7 +40,7 @@ class GradientElsewhere(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do as for an ordinary tensor: results are of no class of ours."""
+        """Call ``func`` as for ordinary tensors, so that all results are ordinary tensors."""
         del types
         return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call] # torch's
 
@@ -52,7 +52,7 @@ class GradientElsewhere(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do an operation of torch, of which some arguments are such gradients."""
+        """Run torch's operator ``func``, which has such gradients among its arguments."""
         del types
         if (unscaler := torch_private.unscaler_of(func)) is not None:
             return cls.unscale(unscaler, *args)
@@ -62,17 +62,17 @@ class GradientElsewhere(Tensor):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Divide gradients by a scaler's scale, and look for NaN and infinity."""
+        """Divide ``gradients`` by a GradScaler's scale, and set ``found_inf`` if one has NaN or infinity."""
         raise NotImplementedError
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Do any other operation."""
+        """Run the operator ``func``, which is not the unscaling of a GradScaler."""
         raise NotImplementedError
 
 
 def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
-    """Return ``value`` with whole gradients in its lists and dicts; each is appended to ``wholes``."""
+    """Return ``value`` with each gradient of this class replaced by its whole tensor, also added to ``wholes``."""
     if isinstance(value, dict):
         return {key: with_wholes(it, wholes) for key, it in value.items()}
     if isinstance(value, list | tuple):
@@ -84,14 +84,14 @@ def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether an argument is a number, or a tensor of one that is in its own memory."""
+    """Whether an operator's argument ``value`` is one number, or a tensor of one number with its own memory."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, GradientElsewhere)
     return not isinstance(value, list | tuple)
 
 
 class PartialGradient(GradientElsewhere):
-    """A gradient of which this instance has the elements that it updates."""
+    """A gradient of which this instance has only the elements that its optimizer updates."""
 
     content: Tensor  # room for all elements; only this instance's are right, unless ``is_whole``
     title: str
@@ -100,7 +100,7 @@ class PartialGradient(GradientElsewhere):
     _step: "StepGradients"
 
     def __new__(cls, content: Tensor, *_: object) -> Self:
-        """A tensor of the same shape and kind, without memory."""
+        """Make a tensor with the shape, dtype and device of ``content`` that has no memory of its own."""
         return torch_private.wrapper_tensor(cls, content)
 
     def __init__(self, content: Tensor, title: str, ranges: Ranges, step: "StepGradients") -> None:
@@ -111,19 +111,19 @@ class PartialGradient(GradientElsewhere):
         self._step = step
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes more
-        """Its name, shape and dtype: for its numbers the other instances would have to be asked."""
+        """Return the name, shape and dtype; the elements would need a message from every instance."""
         return f"PartialGradient({self.title}, {tuple(self.shape)}, {self.dtype})"
 
     @property
     def whole(self) -> Tensor:
-        """The gradient as an ordinary tensor; gathered, if need be."""
+        """The whole gradient as an ordinary tensor; if parts are missing, all instances gather them."""
         if not self.is_whole:
             self._step.gather()
         return self.content
 
     @property
     def data(self) -> Tensor:
-        """The ``data`` of the whole gradient; may be set."""
+        """The attribute ``data`` of the whole gradient, which a program may also set."""
         return self.whole.data
 
     @data.setter
@@ -132,17 +132,17 @@ class PartialGradient(GradientElsewhere):
 
     @property
     def is_cut(self) -> bool:
-        """Whether several instances have elements of it, and not all are here."""
+        """Whether several instances have elements of this gradient, and this instance does not have all."""
         return not self.is_whole and sum(map(bool, self.ranges)) > 1
 
     @property
     def holder(self) -> int:
-        """The instance that has most of its elements."""
+        """The index of the instance that has most elements of this gradient."""
         return max(range(len(self.ranges)), key=lambda instance: len(self.ranges[instance]))
 
     @property
     def here(self) -> Tensor:
-        """The elements that this instance has."""
+        """The elements of this gradient that this instance has."""
         if self.is_whole:
             return self.content
         mine = self.ranges[self._step.instance_index]
@@ -152,7 +152,7 @@ class PartialGradient(GradientElsewhere):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Divide gradients by a scaler's scale; what one instance finds, all have found."""
+        """Divide ``gradients`` by a GradScaler's scale; set ``found_inf`` on all if one instance finds NaN."""
         parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
         group = parts[0]._step.group  # noqa: SLF001 - its own class
         text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
@@ -164,7 +164,7 @@ class PartialGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Do element by element what can be, and else make all gradients of the step whole first."""
+        """Run ``func`` on this instance's elements if it zeroes or scales; otherwise on whole gradients."""
         if func is _aten.zero_.default or (func in _SCALING and is_number(args[1])):
             # by dimensions torch picks the dtype
             func(args[0].here if args[0].dim() else args[0].content, *args[1:])
@@ -179,14 +179,14 @@ def _read_whole(name: str) -> Any:
 _READS_OF_MEMORY: Final = (
     "numpy __array__ __dlpack__ tolist data_ptr untyped_storage share_memory_ __deepcopy__ __reduce_ex__"
 )
-"""Methods that read memory without one of torch's operations: these tensors have none of their own."""
+"""Methods that read a tensor's memory without an operator of torch; such a gradient has no memory to read."""
 
 for _name in _READS_OF_MEMORY.split():
     setattr(GradientElsewhere, _name, _read_whole(_name))
 
 
 class StepGradients:
-    """All partial gradients of one step, which are gathered together."""
+    """All partial gradients of one step; one call gathers the elements of all of them."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -194,7 +194,7 @@ class StepGradients:
         self._members: list[tuple[weakref.ref[Parameter], weakref.ref[PartialGradient]]] = []
 
     def replace_grad(self, name: str, parameter: Parameter, ranges: Ranges) -> None:
-        """Put a partial gradient in place of the ``.grad`` of ``parameter``, if there is one."""
+        """Replace ``parameter.grad`` by a partial gradient, unless ``parameter.grad`` is None."""
         if parameter.grad is not None:
             gradient = PartialGradient(parameter.grad, name, ranges, self)
             parameter.grad = gradient
@@ -202,7 +202,7 @@ class StepGradients:
             self._members.append((weakref.ref(parameter), weakref.ref(gradient)))
 
     def gather(self) -> None:
-        """Make all gradients whole, and ordinary tensors; every instance calls it."""
+        """Gather all elements of the step's gradients; make each ``.grad`` ordinary. All instances must call it."""
         pairs = [(parameter(), gradient()) for parameter, gradient in self._members]
         text = f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
         with self.group.undivided(text):
@@ -214,7 +214,7 @@ class StepGradients:
 
 
 def _restore_grad(parameter: Parameter, gradient: PartialGradient) -> None:
-    """Make the whole gradient the parameter's ``.grad``."""
+    """Set ``parameter.grad`` to the whole gradient, unless the parameter is being moved to another device."""
     # not while the parameter is being moved to another device: torch then replaces the gradient, too
     if (parameter.dtype, parameter.device) == (gradient.dtype, gradient.device):
         parameter.grad = gradient.content
@@ -222,7 +222,7 @@ def _restore_grad(parameter: Parameter, gradient: PartialGradient) -> None:
 
 @torch.no_grad()
 def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
-    """Make ``gradients``, the same on all instances, whole; all call it, after they have agreed to."""
+    """Gather all elements of ``gradients`` on every instance; all instances call this with the same list."""
     for kind in group_by_kind([gradient for gradient in gradients if not gradient.is_whole]):
         ShardExchange(kind, group.backend).run()
     for gradient in gradients:
@@ -230,7 +230,7 @@ def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
 
 
 class GradientParts:
-    """The parts of one model's gradients that the instances update."""
+    """The parts of a model's gradients that the instances need, because their optimizers update only these."""
 
     def __init__(self, gradients: GradientLayout, ranges: Sequence[Ranges]) -> None:
         self.ranges = ranges
@@ -248,7 +248,7 @@ class GradientParts:
         self.number = 1 + int.from_bytes(digest, "little")
 
     def add(self, group: Group, layout: ReplicaLayout, own: Sequence[FlatGradient], over: float) -> FlatGradient:
-        """Return the sum over all replicas, divided by ``over``; only the elements needed here are right."""
+        """Return the sum over all replicas, divided by ``over``; right only where this instance needs elements."""
         for nodes, wanted in zip(zip(*(node.tensors for node in own), strict=True), self._wanted, strict=True):
             scatter_sum(group, layout, nodes, wanted)
             if over != 1:
@@ -257,7 +257,7 @@ class GradientParts:
         return own[0]
 
     def replace_grads(self, group: Group) -> None:
-        """Put a partial gradient in place of every ``.grad``."""
+        """Replace every ``.grad`` of the model by a partial gradient."""
         step = StepGradients(group)
         for buffer in self._buffers:
             for index, parameter, _ in buffer.members:
@@ -268,7 +268,7 @@ _known: Final[weakref.WeakKeyDictionary[GradientLayout, GradientParts]] = weakre
 
 
 def parts_of(gradients: GradientLayout) -> GradientParts | None:
-    """Return the parts that the instances update; None if, as far as known here, an instance needs more."""
+    """Return the parts of ``gradients`` that the instances update; None if an instance may need more elements."""
     parameters = {index: parameter for buffer in gradients.flat_buffers for index, parameter, _ in buffer.members}
     ranges = [ranges_of(parameters[index]) for index in range(len(parameters))]
     found = [own_ranges for own_ranges in ranges if own_ranges is not None]

@@ -1,8 +1,8 @@
-"""One step's gradients become the sum or the mean over all replicas of the job.
+"""The reduction of one step's gradients to the sum or the mean over all replicas of the job.
 
-When a loop over a whole batch starts, each instance says what its heaviest micro batch weighs, and waits for no
-answer before its first backward pass is over. When the step ends, each says whether it is complete, and what was
-weighed, used and changed; only then are gradients added. One that left its loop says that, so nobody waits for it.
+When a loop over a whole batch starts, each instance sends the weight of its heaviest micro batch, and waits for no
+answer before its first backward pass is over. When the step ends, each sends whether it is complete, and what was
+weighed, used and changed; only then are gradients added. An instance that left its loop sends this, too.
 """
 
 import operator
@@ -48,70 +48,70 @@ from popdist.ground.progress import progress_page
 from popdist.ground.tree import finish
 
 ABANDON_SECONDS: Final = 3.0
-"""How long an instance that abandons a step waits for the others to hear of it."""
+"""How long an instance that abandons a step waits until the other instances have received its message."""
 
 NO_SAMPLES: Final = "the batches of all instances have 0 samples, so this step has no gradient"
 
 
 class NotFinite(NamedTuple):
-    """Where a gradient with NaN or infinity was found: the job-wide replica, and the parameter's position."""
+    """The place of a gradient with NaN or infinity: the job-wide replica, and the parameter's position."""
 
     replica: int
     parameter: int
 
 
 class GradientKeeper:
-    """The gradients of one step: they are kept until the optimizer's step, or used in the backward pass."""
+    """The gradients of one step, which are kept until the optimizer's step, or used in the backward pass."""
 
     used = 0  # bit i: whether the i-th parameter had a gradient on this instance
     not_finite: NotFinite | None = None
     awaited: Collection[int] = ()  # the identities of parameters whose gradients are handled one by one
 
     def __init__(self, gradients: GradientLayout) -> None:
-        """``gradients`` are those that exist when the step ends."""
+        """Make a keeper for ``gradients``, the layout of the gradients at the end of the step."""
         self.gradients = gradients
 
     def begin(self, *, scales: bool) -> int:  # noqa: ARG002 - for others
-        """Begin a whole batch; return a number for the gradients that go early, 0 for none."""
+        """Begin a step on a whole batch; return a digest of the gradients that will be sent early, 0 if none."""
         return 0
 
     def announce(self, header: Exchange) -> None:
-        """Keep the exchange of the headers that begin the step, of which this instance's was just sent."""
+        """Keep ``header``, the running exchange of the headers with which all instances begin the step."""
 
     def begin_micro_batch(self, index: int, weight: float) -> None:
-        """Begin micro batch ``index`` of this instance, which has samples."""
+        """Begin micro batch ``index`` of this instance, which has samples and this ``weight``."""
         raise NotImplementedError
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Handle a gradient of ``awaited`` that was just accumulated in ``.grad``."""
+        """Handle the gradient that was just accumulated in ``parameter.grad``; only for ``awaited`` ones."""
 
     def add(self, index: int, weight: float, scale: float) -> None:
-        """Add the gradients that micro batch ``index`` left in ``.grad``, times ``weight / scale``."""
+        """Add the gradients that micro batch ``index`` left in ``.grad``, times ``weight / scale``, to the sum."""
         raise NotImplementedError
 
     def skip(self, index: int) -> None:
-        """Add zeros for micro batch ``index``, which has no samples."""
+        """Add zeros to the sum for micro batch ``index``, which has no samples."""
 
     def complete(self) -> None:
-        """Use the gradients that are left: no other micro batch follows."""
+        """Use the remaining gradients of the step, because no other micro batch follows."""
 
     def close(self) -> int:
-        """Return the way in which gradients are added, now that the step ends: see `EndHeader`."""
+        """Return a number for the way in which the step's gradients are added: see `EndHeader`."""
         return 0
 
     def finish(self, over: float, used: int, way: int) -> None:
-        """Set ``.grad`` of the parameters in ``used`` to the sum over all replicas, divided by ``over``."""
+        """Set ``.grad`` of the parameters in the mask ``used`` to the sum over replicas, divided by ``over``."""
 
     def clear(self) -> None:
-        """Set every ``.grad`` to None."""
+        """Set the ``.grad`` of every trained parameter to None."""
         self.gradients.clear()
 
     def end(self) -> None:
-        """Release what the step has used. Never raises."""
+        """Release the resources that the step has used. Never raises."""
 
 
 class StepAgreement:
-    """What the instances say to each other in one step, which is begun, and then finished or left."""
+    """The messages between all instances in one step, which begins, and is then finished or abandoned."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class StepAgreement:
     def begin(
         self, accumulation: int, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool
     ) -> None:
-        """Say to the others what this instance's heaviest micro batch weighs, and where its batch comes from."""
+        """Send the weight of this instance's heaviest micro batch and its batch's position to all instances."""
         self._scales, self._adds = reduction == "mean", add
         old = self._old_number
         if len(self.group.instances) == 1:
@@ -209,7 +209,7 @@ class StepAgreement:
             self._old.drop_unless_added(told, add=self._adds, name=self.group.name)
 
     def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
-        """Return what the sum over all replicas is divided by; ``weights`` has the words of each instance."""
+        """Return the number that divides the sum over all replicas; ``weights`` are the words of each instance."""
         total = total_weight(self.layout, tuple(map(tuple, weights)))
         if reduction == "sum":
             return 1.0
@@ -218,10 +218,10 @@ class StepAgreement:
         return total / self.weight_scale()
 
     def arrive(self, place: int, words: Sequence[int] = (), used: int = 0) -> tuple[list[list[int]], int]:
-        """Wait until all instances are at ``place`` of their last micro batch.
+        """Wait until all instances have arrived at ``place``, a point in the last micro batch.
 
-        Returns the words of each, and the bits of the parameters that one of them has used. Raises MicroBatchError
-        if an instance has abandoned the step.
+        Returns the words of each instance, and a mask of the parameters that any instance has used. Raises
+        MicroBatchError if an instance has abandoned the step.
         """
         if len(self.group.instances) == 1:
             return [[*words]], used
@@ -238,9 +238,9 @@ class StepAgreement:
     def finish(
         self, reduction: MeanOrSum, weights: Sequence[float], fault: str | None = None, *, add: bool = False
     ) -> None:
-        """Set every ``.grad`` and every buffer to that of all replicas, or raise what one instance has found.
+        """Set every ``.grad`` and buffer to its value over all replicas, or raise one instance's fault on all.
 
-        ``weights`` are those of this instance's nodes of the tree over the replicas.
+        ``weights`` are the weights of this instance's partial sums in the tree of additions over the replicas.
         """
         self.weight_scale()
         self._keeper.complete()
@@ -271,7 +271,7 @@ class StepAgreement:
         keeper.end()
 
     def abandon(self) -> None:
-        """Say to the others, unless all know already, that there will be no gradient. Never raises."""
+        """Send all instances that this step has no gradient, unless all know this already. Never raises."""
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
@@ -295,7 +295,7 @@ class StepAgreement:
     def _exchange_ends(
         self, state: str, way: int, words: Sequence[int], changes: StepChanges = NO_CHANGES
     ) -> tuple[list[EndHeader], list[list[int]]]:
-        """Exchange headers of the end of the step; return those of all instances, and the words behind each."""
+        """Exchange the headers that end the step; return all instances' headers, and the words after each."""
         size = len(EndHeader._fields)
         numbers = self._start_end(state, way, words, changes).wait()
         return [EndHeader._make(it[:size]) for it in numbers], [it[size:] for it in numbers]
@@ -303,7 +303,7 @@ class StepAgreement:
     def _start_end(
         self, state: str, way: int = 0, words: Sequence[int] = (), changes: StepChanges = NO_CHANGES
     ) -> Exchange:
-        """Send a header of the end of the step; ``state`` is one of ``STATES``."""
+        """Send a header that ends the step, and return the exchange; ``state`` is one of ``STATES``."""
         has_buffers = self._buffers is not None and self._buffers.buffers
         text = f"add gradients({self._keeper.gradients}" + (f", {self._buffers})" if has_buffers else ")")
         if self._adds:
@@ -320,7 +320,7 @@ class StepAgreement:
         return self.group.start(text, [*header, *words])
 
     def _check_states(self, headers: Sequence[EndHeader], fault: str | None = None) -> None:
-        """Raise on every instance if one has no gradient, or they want different ones."""
+        """Raise an error on every instance if one has no gradient, or if their reductions differ."""
         states = [STATES[header.state] for header in headers]
         if {*states} == {"goes on"} and len({header.way for header in headers}) > 1:
             raise CollectiveError("the instances add the gradients of different layers: their models differ")
@@ -345,7 +345,7 @@ class StepAgreement:
 
 @lru_cache(maxsize=16)
 def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) -> float:
-    """Return the sum of all weights of the job: each instance's nodes, added in the order of the gradients."""
+    """Return the sum of all weights of the job, added in the same order as the gradients."""
     partials = {
         node: weight
         for instance, words in enumerate(weights)
@@ -355,7 +355,7 @@ def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) ->
 
 
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:
-    """Say to the others, in place of a step, that this instance cannot make it. Never raises."""
+    """Send all instances, in place of a step, that this instance cannot make the step. Never raises."""
     with suppress(PopdistError):
         header = BeginHeader(heaviest=as_words([refusal])[0])
         group.start(_title(accumulation, add=add), header).wait(ABANDON_SECONDS)
@@ -366,13 +366,13 @@ def _title(accumulation: int, *, add: bool) -> str:
 
 
 def check_reduction(reduction: str) -> None:
-    """Check that ``reduction`` is ``"mean"`` or ``"sum"``."""
+    """Raise BatchError if ``reduction`` is not ``"mean"`` or ``"sum"``."""
     if reduction not in ("mean", "sum"):
         raise BatchError(f"reduction={reduction!r} must be 'mean' or 'sum'")
 
 
 def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
-    """Check that ``group`` is the whole job."""
+    """Raise CollectiveError if ``group`` does not have all instances of the job."""
     if len(group.instances) < layout.num_instances:
         everybody = f"{layout.num_instances} {group.backend.names.noun}s"
         raise CollectiveError(
@@ -382,7 +382,7 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
 
 
 def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchError:
-    """Return the error of a step that ``instances`` have spoiled; wait first, so that these raise own errors."""
+    """Return the error of a step that ``instances`` have made impossible, after a wait for their own errors."""
     wait_for_first_error()
     return MicroBatchError(
         f"{group.name(instances)} {reason}, so this step has no gradient on any instance; if all instances "
@@ -391,7 +391,7 @@ def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchErr
 
 
 def not_finite_error(found: NotFinite, gradients: GradientLayout) -> GradientError:
-    """Return the error that names the parameter and the replica."""
+    """Return the error that names the parameter and the replica of a gradient with NaN or infinity."""
     return GradientError(
         f"the gradient of {gradients.names[found.parameter]} on replica {found.replica} holds NaN or infinity, so "
         "this step has no gradient on any instance"

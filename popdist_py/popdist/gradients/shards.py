@@ -25,7 +25,7 @@ ALIGNMENT: Final = 128
 
 
 def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bool]) -> list[list[range]]:
-    """Return the elements of each parameter in each share; shares are about equal and have each element once."""
+    """Return each share's range of each parameter; shares have about equal sizes and no common element."""
     shares: list[list[range]] = [[] for _ in range(num_shares)]
     total, start = sum(sizes), 0
     for size, can_cut in zip(sizes, may_cut, strict=True):
@@ -37,7 +37,7 @@ def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bo
 
 
 def _cut(position: int, size: int, *, can_cut: bool) -> int:
-    """Return the position of the cut that is nearest to ``position`` and allowed in a parameter."""
+    """Return the position nearest to ``position`` at which a parameter of ``size`` elements may be cut."""
     if position <= 0 or position >= size:
         return min(max(position, 0), size)
     if can_cut:
@@ -46,14 +46,14 @@ def _cut(position: int, size: int, *, can_cut: bool) -> int:
 
 
 def may_be_cut(parameter: Tensor) -> bool:
-    """Whether the elements of ``parameter`` keep their bits if parts of it are computed separately."""
+    """Whether computing parts of ``parameter`` separately gives elements that are bitwise equal."""
     # several threads cut a tensor at other places, and rounding to half precision makes the instructions visible
     is_wide = parameter.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
     return parameter.device.type != "cpu" or is_wide or torch.get_num_threads() == 1
 
 
 def flat_view(tensor: Tensor, name: str) -> Tensor:
-    """Return all elements of ``tensor`` as a flat view, in the order of memory."""
+    """Return a flat view of ``tensor`` in the order of memory; raise OptimizerError if the memory has gaps."""
     dense = torch.empty_like(tensor, device="meta", requires_grad=False)
     if dense.stride() != tensor.stride():
         raise OptimizerError(
@@ -64,7 +64,7 @@ def flat_view(tensor: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owned:
-    """A parameter of a sharded optimizer, and for each instance the elements that it updates."""
+    """A parameter of a sharded optimizer, and the elements of the parameter that each instance updates."""
 
     parameter: weakref.ref[Parameter]
     ranges: Ranges
@@ -76,7 +76,7 @@ _owned: dict[int, _Owned] = {}
 
 
 def remember(ranges_of_parameters: Iterable[tuple[Parameter, Ranges]], optimizer: object) -> None:
-    """Record which elements of its parameters each instance updates, as long as ``optimizer`` exists."""
+    """Record the elements that each instance updates in each parameter, as long as ``optimizer`` exists."""
     for parameter, ranges in ranges_of_parameters:
         key = id(parameter)
         reference = weakref.ref(parameter, lambda _, key=key: _owned.pop(key, None))  # type: ignore[misc] # mypy takes no defaults here
@@ -84,7 +84,7 @@ def remember(ranges_of_parameters: Iterable[tuple[Parameter, Ranges]], optimizer
 
 
 def ranges_of(parameter: Tensor) -> Ranges | None:
-    """Return the elements of ``parameter`` that each instance updates; None without a sharded optimizer."""
+    """Return the elements of ``parameter`` that each instance updates; None if no sharded optimizer updates it."""
     known = _owned.get(id(parameter))
     if known is None or known.parameter() is not parameter or known.optimizer() is None:
         return None
@@ -92,7 +92,7 @@ def ranges_of(parameter: Tensor) -> Ranges | None:
 
 
 CHUNK_BYTES: Final = 1 << 22
-"""Number of bytes that an instance sends at once, which limits the memory for the data of all instances."""
+"""The most bytes that an instance sends at once, which limits the memory for the data of all instances."""
 
 Run = TypeVar("Run", Tensor, range)
 
@@ -102,18 +102,18 @@ class ShardedTensor(Protocol):
 
     @property
     def content(self) -> Tensor:
-        """Memory for all elements, without gaps."""
+        """The memory for all elements of the tensor, without gaps."""
 
     @property
     def ranges(self) -> Ranges:
-        """For each instance, the elements that it has."""
+        """The ranges of elements that the instances have, one range for each instance."""
 
 
 Sharded = TypeVar("Sharded", bound=ShardedTensor)
 
 
 class ShardExchange:
-    """The exchange after which every instance has all elements of tensors of one kind; message size is limited."""
+    """An exchange that gives every instance all elements of sharded tensors; its messages have a size limit."""
 
     def __init__(self, tensors: Sequence[ShardedTensor], backend: Backend) -> None:
         self._backend = backend
@@ -129,7 +129,7 @@ class ShardExchange:
                 self._rounds[number][member] = views
 
     def run(self) -> None:
-        """Overwrite the elements that belong to other instances with the values of these instances."""
+        """Overwrite the elements that belong to other instances with the values that these instances send."""
         own = self._backend.instances.index(self._backend.instance_index)
         for runs in self._rounds:
             lengths = [sum(map(len, views)) for views in runs]
@@ -153,7 +153,7 @@ def group_by_kind(tensors: Sequence[Sharded]) -> list[list[Sharded]]:
 
 
 def in_rounds(runs: Sequence[Run], width: int) -> list[list[Run]]:
-    """Return ``runs`` in order, cut into lists with ``width`` elements each; the last list may have fewer."""
+    """Return the elements of ``runs`` in order, cut into lists of ``width`` elements; the last may be shorter."""
     rounds: list[list[Run]] = []
     room = 0
     for run in runs:

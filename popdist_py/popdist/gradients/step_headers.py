@@ -99,7 +99,7 @@ def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None
 
 
 class StepChecks:
-    """The checks of one step. This base class checks nothing."""
+    """The checks in one step that the instances agree. This base class checks nothing."""
 
     is_on = False  # whether to make the checks that cost time
     checksum = 0
@@ -110,7 +110,7 @@ class StepChecks:
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
-        """Compare the weights of all instances, each of which has sent a checksum, or 0 for none."""
+        """Compare the weights of all instances by their ``checksums``; 0 stands for no checksum."""
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
         """Compare the weights if the instances have sent different digests of writes."""
@@ -122,14 +122,14 @@ class StepChecks:
         """Compare the inputs of the model on all instances, in a step of one backward pass outside the loop."""
 
     def fault(self) -> str | None:
-        """Return in words what was wrong on this instance in the step; None if nothing was wrong."""
+        """Return a text about the fault of this instance in the step; None if nothing was wrong."""
         return None
 
     def begin_loop(self) -> None:
         """Begin to record the writes of the loop over micro batches."""
 
     def end_loop(self, *, is_complete: bool) -> None:
-        """Stop recording, and warn of wrong writes if the loop was complete."""
+        """Stop recording writes to the weights, and warn of wrong writes if the loop was complete."""
 
 
 NO_CHECKS: Final = StepChecks()
@@ -207,7 +207,7 @@ def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -
 def agree_on_changes(
     group: Group, own: StepChanges, digests: Iterable[int], buffers: ReplicaBuffers | None
 ) -> StepChanges:
-    """Return the parameters used and buffers changed by all replicas. Raises WeightsError if a buffer differs."""
+    """Return the union of all instances' ``StepChanges``; raise WeightsError if a buffer differs."""
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels

@@ -1,7 +1,7 @@
-"""What stands in place of ``.grad`` where gradients do not stay in memory, as in a model that runs phase by phase.
+"""Stand-ins for ``.grad`` where gradients do not stay in memory, as in a model that runs phase by phase.
 
-A gradient that was used already raises an error when anything reads it. One that lies in a store is read when it
-is needed; what scales or clips it is recorded and done later, as several instances may share the store.
+A stand-in for a used gradient raises an error when it is read. A gradient in a store is read when it is needed;
+an operator that scales or clips it is recorded and run later, because several instances may share the store.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,15 +20,15 @@ _CHANGES: Final = (
     *("add_", "sub_", "mul_", "div_", "neg_", "zero_"),
     *("clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"),
 )
-"""Changes in place by numbers, which give each element the same bits now and later."""
+"""Operators that change a tensor in place by numbers, and give each element the same bits now and later."""
 
 
 _ON_LISTS: Final = "_foreach_"
-"""The names of operators on lists of tensors begin with it."""
+"""The prefix of the names of torch's operators on lists of tensors."""
 
 
 class _Source:
-    """Where the elements of a gradient are, and what is to be done to them."""
+    """The function that reads a gradient's elements, and the recorded changes to these elements."""
 
     def __init__(self, title: str, read: Callable[[], Tensor] | None, *, may_change: bool = True) -> None:
         self.title = title
@@ -37,19 +37,19 @@ class _Source:
         self.changes: list[Callable[[Tensor], object]] = []
 
     def apply_changes(self, elements: Tensor) -> Tensor:
-        """Do to ``elements`` in place what was recorded."""
+        """Apply the recorded changes to ``elements`` in place, and return ``elements``."""
         for change in self.changes:
             change(elements)
         return elements
 
 
 class StoredGradient(GradientElsewhere):
-    """A gradient without memory of its own."""
+    """A gradient without memory of its own, whose elements are read from a store."""
 
     source: _Source
 
     def __new__(cls, like: Tensor, *_: object) -> Self:
-        """A tensor of the shape and kind of ``like``, without memory."""
+        """Make a tensor with the shape, dtype and device of ``like`` that has no memory of its own."""
         return torch_private.wrapper_tensor(cls, like)
 
     def __init__(self, like: Tensor, source: _Source) -> None:
@@ -57,12 +57,12 @@ class StoredGradient(GradientElsewhere):
         self.source = source
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes more
-        """Its name, shape and dtype; its numbers are not in memory."""
+        """Return the name, shape and dtype; the elements are not in memory."""
         return f"StoredGradient({self.source.title}, {tuple(self.shape)}, {self.dtype})"
 
     @property
     def whole(self) -> Tensor:
-        """The gradient as an ordinary tensor, whose changes are lost."""
+        """The gradient as an ordinary tensor; a change to this tensor is not stored."""
         source = self.source
         if source.read is None:
             raise OptimizerError(
@@ -74,19 +74,19 @@ class StoredGradient(GradientElsewhere):
         return source.apply_changes(elements.clone()) if source.changes else elements
 
     def apply_changes(self, elements: Tensor) -> Tensor:
-        """Do to ``elements``, which are those of this gradient, what scaled and clipped it; gives them."""
+        """Apply the recorded changes of this gradient to its ``elements``, and return ``elements``."""
         return self.source.apply_changes(elements)
 
     @property
     def data(self) -> Self:  # type: ignore[override] # nothing else can take its place
-        """Itself: it has no graph."""
+        """This gradient itself, because a stored gradient has no autograd graph."""
         return self
 
     @classmethod
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Look for NaN and infinity in each gradient, and record that a scaler's scale divides it."""
+        """Set ``found_inf`` if one of ``gradients`` has NaN or infinity, and record the GradScaler's division."""
         factor = inv_scale.clone()
         for gradient in gradients:
             if not isinstance(gradient, StoredGradient):
@@ -97,7 +97,7 @@ class StoredGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Read the gradient, or record how it is changed."""
+        """Record a change by numbers to a stored gradient, or run ``func`` on gradients read from the store."""
         name = func.overloadpacket.__name__
         if isinstance(args[0], StoredGradient):
             gradient = args[0]
@@ -126,7 +126,7 @@ def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
 
 
 def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StoredGradient:
-    """Record a change by numbers; a gradient that was used may be set to zero, as ``zero_grad`` does."""
+    """Record the operator ``func``, which changes ``gradient`` by numbers; a used gradient may only be zeroed."""
     source, name = gradient.source, func.overloadpacket.__name__
     if source.read is None and name != "zero_":
         return gradient.whole  # type: ignore[return-value] # it raises
@@ -138,7 +138,7 @@ def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Ma
 
 
 def _do_one_by_one(func: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Any] | None:
-    """Do with each tensor of a list what an operator does with all: one gradient at a time is in memory."""
+    """Run an operator on lists for each tensor alone, so that only one gradient at a time is in memory."""
     name = func.overloadpacket.__name__
     if not name.endswith("_"):
         return [func([it.whole if isinstance(it, StoredGradient) else it], *numbers)[0] for it in tensors]
@@ -159,7 +159,7 @@ def _refuse(name: str, gradient: StoredGradient) -> None:
 
 
 def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
-    """Return ``result``, in which views of gradients refuse changes, because the changes would be lost."""
+    """Return ``result`` with views of gradients made read-only, because changes to a view would be lost."""
     if isinstance(result, list | tuple):
         return type(result)(_without_changes(it, wholes, name) for it in result)
     places = {local_part(whole).untyped_storage().data_ptr() for whole in wholes if whole.numel()}
@@ -169,13 +169,13 @@ def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
 
 
 def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:
-    """Return a stand-in for a gradient that the backward pass has used; reading the stand-in is an error.
+    """Return a stand-in for a gradient that the backward pass has used; reading the stand-in raises an error.
 
-    In a torch without the tensors that this needs it is None.
+    The stand-in is None if this torch lacks wrapper tensors.
     """
     return StoredGradient(parameter, _Source(title, None)) if torch_private.has_wrapper_tensors else None
 
 
 def stored_gradient(title: str, like: Tensor, read: Callable[[], Tensor]) -> StoredGradient:
-    """Return a gradient with the shape and device of ``like``; each use reads the gradient by ``read``."""
+    """Return a gradient with the shape and device of ``like``, whose elements ``read`` reads at each use."""
     return StoredGradient(like, _Source(title, read))
