@@ -141,7 +141,7 @@ class FlatGradient:
             flat.copy_(values)
 
     def move_in(self, parameter: Tensor, *, even_small: bool = True) -> None:
-        """Move ``parameter.grad`` into its slot of a flat buffer, if possible, while this is in the CPU's cache."""
+        """Move ``parameter.grad`` into its slot of a flat buffer, if possible, while the CPU's cache has it."""
         slot = self.slot_of.get(id(parameter))
         if slot is None or (slot.numel() < SMALL and not even_small):
             return
@@ -199,7 +199,7 @@ class GradientLayout:
     def moved_early(self) -> frozenset[int]:
         """The Python ids of parameters whose gradients are handled one by one, if the step sends nothing early.
 
-        A large gradient is moved while it is in the cache; for a gradient on an accelerator its stream is recorded.
+        A large gradient is moved while it is in the cache; for one on an accelerator its stream is recorded.
         """
         large = (it for it in self._parameters if not it.is_cpu or local_part(it).numel() >= SMALL)
         return frozenset(map(id, large))
@@ -242,7 +242,7 @@ class GradientLayout:
 
     @torch.no_grad()
     def fill(self, into: FlatGradient, times: float = 1.0, *, clears: bool = False) -> int:
-        """Copy each ``.grad`` (or zeros) into its slot of ``into``, times ``times``; return a :meth:`used` mask."""
+        """Copy each ``.grad`` or zeros into its slot of ``into``, times ``times``; return a :meth:`used` mask."""
         used, slots, gradients = 0, list[Tensor](), list[Tensor]()
         for position, (parameter, slot) in enumerate(zip(self._parameters, into.slots, strict=True)):
             gradient = parameter.grad

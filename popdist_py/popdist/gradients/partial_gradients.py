@@ -202,7 +202,7 @@ class StepGradients:
             self._members.append((weakref.ref(parameter), weakref.ref(gradient)))
 
     def gather(self) -> None:
-        """Gather all elements of the step's gradients; make each ``.grad`` ordinary. All instances must call it."""
+        """Gather all elements of the step's gradients, as an ordinary ``.grad`` each; all instances call this."""
         pairs = [(parameter(), gradient()) for parameter, gradient in self._members]
         text = f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
         with self.group.undivided(text):

@@ -1,1 +1,1 @@
-"""One step of a replicated model, and the checks that refuse a wrong step."""
+"""One training step of a replicated model, and the checks that refuse a wrong step."""

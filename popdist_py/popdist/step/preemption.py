@@ -52,7 +52,7 @@ def on_preemption(
     signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
     exit_code: int = EXIT_CODE,
 ) -> None:
-    """Let all instances call ``fn`` after the same step, and exit, as soon as one instance gets a signal.
+    """Make all instances call ``fn`` after the same step, and then exit, as soon as one instance gets a signal.
 
     All instances must call this function with the same arguments, at any time, from the main thread; a later call
     replaces an earlier call. A signal to one instance is enough. The current step is finished, and ``fn`` is
@@ -188,7 +188,7 @@ def _leave_if_preempted() -> None:
 
 
 def _is_for_all() -> bool:
-    """Whether all instances are at this place of the program and know that an instance has got a signal."""
+    """Whether all instances are at this place of the program, and know that one of them has got a signal."""
     notice, contract = context.notice(), context.environment().contract
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -202,7 +202,7 @@ def _is_for_all() -> bool:
 
 
 def _end(*, has_failed: bool) -> None:
-    """Tell the other instances how ``fn`` ended here; after a success, wait until ``fn`` succeeds everywhere."""
+    """Send all instances whether ``fn`` succeeded here; after a success, wait until all have succeeded."""
     if not context.is_initialized():
         return
     group, text = context.current_group(), "the end of on_preemption"

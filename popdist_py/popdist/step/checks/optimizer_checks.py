@@ -62,7 +62,7 @@ def reserve(parameters: Iterable[Parameter], owner: object) -> None:
 def _check_optimizer_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check a step that begins; if the step has a closure, check the gradients after each call of the closure."""
+    """Check an optimizer's step that begins; with a closure, check gradients after each call of the closure."""
     makes_gradients = closure_of(args, kwargs) is not None
     if _shared:
         _refuse_shared(optimizer)
@@ -84,7 +84,7 @@ def _check_gradients(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class LoneSteps:
-    """The number of optimizer steps on gradients of this instance alone that are perhaps intended."""
+    """The number of optimizer steps that used gradients of this instance alone, perhaps by intention."""
 
     number: int = 0
 

@@ -46,7 +46,7 @@ Fingerprint = object
 
 @dataclass(slots=True)
 class _Seen:
-    """The changes of an attribute in the passes that were watched."""
+    """The changes of a module's attribute in the forward passes that were watched."""
 
     num_passes: int = 0
     num_changes: int = 0
@@ -66,7 +66,7 @@ class PythonState:
         self._num_passes = 0
 
     def is_watched(self, step: int) -> bool:
-        """Whether the next pass of the checked step ``step`` is watched."""
+        """Whether changes of attributes are watched in the next forward pass of the checked step ``step``."""
         if step != self._step:
             self._step, self._num_passes = step, 0
             self._reported.clear()

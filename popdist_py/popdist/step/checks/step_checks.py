@@ -88,7 +88,7 @@ def _make_checks(module: nn.Module, buffers: ReplicaBuffers, layout: ReplicaLayo
 
 
 class ReplicaChecks(ModelChecks):
-    """The checks of one model's steps."""
+    """The checks of one model's steps: comparisons between instances, and faults in forward passes."""
 
     def __init__(self, module: nn.Module, buffers: ReplicaBuffers, layout: ReplicaLayout) -> None:
         self._module = module
@@ -129,7 +129,7 @@ class ReplicaChecks(ModelChecks):
         self._steps.end_step()
 
     def note_inputs(self, inputs: Nest) -> None:
-        """Note the digest of a model's ``inputs`` outside of micro batches, if the next step is checked."""
+        """Record the digest of a model's ``inputs`` outside of micro batches, if the next step is checked."""
         if self._layout.num_instances > 1 and self._steps.is_next_checked():
             self._inputs = digest_of_batch(inputs)
 
@@ -251,7 +251,7 @@ class CheckedStep(StepChecks):
         return None if self._others is None else self._others.fault()
 
     def begin_loop(self) -> None:
-        """Begin to watch buffers of modules that nothing wraps, in a first step and on the main instance only."""
+        """Begin to watch the buffers of unwrapped modules, in the first step and on the main instance only."""
         if self._is_first and self._sums is not None and context.instance_index() == 0:
             self._buffers = UntrackedBuffers()
 
@@ -262,7 +262,7 @@ class CheckedStep(StepChecks):
 
 
 def _warn_of_equal(group: Group, digests: Sequence[int]) -> None:
-    """Warn on the first of the instances that have this instance's digest; the digest 0 means no samples."""
+    """Warn if other instances have this instance's digest of samples; only the first such instance warns."""
     place = group.instances.index(group.backend.instance_index)
     equal = [it for it, digest in zip(group.instances, digests, strict=True) if digest == digests[place]]
     if digests[place] and len(equal) > 1 and equal[0] == group.backend.instance_index:

@@ -72,7 +72,7 @@ def compare_weights(
 
 
 def compare_copies(module: nn.Module) -> None:
-    """Compare the parameters of the shards of a stage. Raises WeightsError if a parameter does not fit."""
+    """Compare a pipeline stage's parameters on all its shards; raise WeightsError if they do not fit together."""
     contract = context.environment().contract
     if contract.parallelism.tensor == 1:
         return

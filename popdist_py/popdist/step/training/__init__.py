@@ -1,1 +1,1 @@
-"""Replicas of a model: equal weights at the start, and in each step the gradient of all of them."""
+"""Training with replicas of a model: equal weights at the start, one gradient over all replicas in each step."""

@@ -64,7 +64,7 @@ class GroupedNorm:
 
     @skip_tracing
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise ``x``, of shape (samples, channels, ...)."""
+        """Return ``x``, of shape (samples, channels, ...), normalised over the samples of the group."""
         layer = self.layer
         if not layer.training or _calibrated:
             return nn.BatchNorm1d.forward(layer, x)
@@ -121,7 +121,7 @@ class _Normalise(torch.autograd.Function):
         norm: GroupedNorm,
         turn: NormTurn,
     ) -> Tensor:
-        """Normalise with mean and variance of the group."""
+        """Return ``x`` normalised with the mean and variance over all samples of the group."""
         num_channels = x.shape[1]
         own = torch.batch_norm_update_stats(x.float() if x.dtype in _HALVES else x, None, None, 0.0)
         mine = _array_of(own, x.numel() / num_channels)
@@ -282,7 +282,7 @@ def _calibrating(model: nn.Module, norms: list[BatchNorm]) -> Iterator[None]:
 
 
 class _Passes:
-    """The forward passes of this instance's replicas, batch by batch."""
+    """The forward passes of :func:`update_bn` for this instance's replicas, batch by batch."""
 
     def __init__(self, model: nn.Module, device: torch.device, randomness: ReplicaRandomness) -> None:
         self._model = model
@@ -293,7 +293,7 @@ class _Passes:
         self._buffers = ReplicaBuffers(model, None)
 
     def run(self, batch: Nest) -> None:
-        """Compute a batch, and set the buffers to the mean over the replicas."""
+        """Run the forward passes of a batch, and set the buffers to the mean over the replicas."""
         self._buffers.begin_step()
         try:
             try:

@@ -226,13 +226,13 @@ def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
 
 
 def accumulation_of(batch: Nest, num_replicas: int, accumulation: int) -> int:
-    """Return the number of micro batches per local replica; 1 with a loader's batch means the batch's own."""
+    """Return the number of micro batches per local replica; a loader's batch replaces ``accumulation`` 1."""
     dealt = batches_of_loaders(batch)
     return max(1, len(dealt[0].micro_batches) // num_replicas) if dealt and accumulation == 1 else accumulation
 
 
 def _paired(batches: Sequence[Batch]) -> list[Nest]:
-    """Return each micro batch's contents as a tuple over ``batches``; the first batch says which are empty."""
+    """Return, for each micro batch, the tuple of its contents in ``batches``, the batches of several loaders."""
     numbers = [len(batch.micro_batches) for batch in batches]
     if len(set(numbers)) > 1:
         raise BatchError(
@@ -280,7 +280,7 @@ def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest],
 
 
 def _size(content: Nest, *, is_weighed: bool) -> int:
-    """Return the samples of a micro batch of ``split``; 1 if weights are given and it is not None."""
+    """Return the number of samples of a micro batch; 0 for None, and 1 for any other if weights are given."""
     if content is None:
         return 0
     return 1 if is_weighed else count_samples(content)

@@ -65,12 +65,12 @@ def _next_label() -> str | None:
 
 
 def call_body(body: Callable[..., R], content: Nest) -> R:
-    """Call ``body`` with the items of a tuple or list as arguments, or with anything else as the only one."""
+    """Call ``body`` with the items of the tuple or list ``content``, or with any other ``content`` itself."""
     return body(*content) if isinstance(content, tuple | list) else body(content)
 
 
 class WholeStep(NamedTuple):
-    """What a loop over a whole batch is asked for: the arguments of ``ReplicatedModel.micro_batches``."""
+    """The arguments of a loop over a whole batch, as ``ReplicatedModel.micro_batches`` has them."""
 
     batch: Nest
     accumulation: int
@@ -84,7 +84,7 @@ class ModelSteps:
     """The steps of one module on this instance, one at a time."""
 
     make_checks: ClassVar[CheckMaker] = lambda *_: ModelChecks()
-    """What makes the checks of a model's steps: `popdist.step.checks` puts its own there."""
+    """The function that makes the checks of a model's steps; `popdist.step.checks` replaces it."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ModelSteps:
         self._register_on_all_instances()
 
     def _register_on_all_instances(self) -> None:
-        """Note that all instances have this model: it is no copy that one of them has made for itself."""
+        """Record that all instances have this model, so that it is no copy of one instance alone."""
         self._is_joint = True
         joint_modules[self] = self._state.reference
 
@@ -156,7 +156,7 @@ class ModelSteps:
         self._prepare()
 
     def forward(self, forward: "partial[R]") -> R:
-        """Call ``forward``, the module's own, and find out what it changes beside its result."""
+        """Call the module's ``forward`` and return its result; record the buffers and attributes that change."""
         is_outside = not RandomScope.is_entered()
         if is_outside and torch.is_grad_enabled():
             self._checks.note_inputs((*forward.args, *forward.keywords.values()))
@@ -233,7 +233,7 @@ class ModelSteps:
         self._finish(reduction, add=add)
 
     def _begin_loop(self, asked: WholeStep) -> tuple[Step | LoneStep, list[Nest], Sequence[float]]:
-        """Begin the step of a whole batch; gives its micro batches, and what each counts."""
+        """Begin the step of a whole batch; return the step, its micro batches, and the weight of each."""
         batch, accumulation, reduction, weights, split, add = asked
         try:
             check_reduction(reduction)
@@ -277,7 +277,7 @@ class ModelSteps:
         return step, contents, counts
 
     def _begin(self, accumulation: int, batch: Nest) -> Step | LoneStep:
-        """Start a step, from no gradients; a batch of None stands for micro batches that come one by one."""
+        """Begin a step after removing old gradients; ``batch`` is None if micro batches come one by one."""
         if self._has_left:  # the other parts of the replica must have left the step, too
             self._has_left = False
             context.current_group().limited_to(tuple(context.instances_of_replica())).agree(AFTER_LEAVING)
@@ -292,7 +292,7 @@ class ModelSteps:
         return self.step
 
     def _make_step(self, checks: StepChecks, old: OldGradients, accumulation: int) -> Step | LoneStep:
-        """Make the step that begins, with ``accumulation`` micro batches of each local replica."""
+        """Make the object of a new step, with ``accumulation`` micro batches of each local replica."""
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             return LoneStep(self.gradients, old, checks, checks_finite=self._checks_finite)
         memory = self.gradients.memory(context.data_parallel_group(), self.layout)
@@ -300,7 +300,7 @@ class ModelSteps:
         return self._step_of(keeper, checks, old, accumulation)
 
     def _step_of(self, keeper: GradientKeeper, checks: StepChecks, old: OldGradients, accumulation: int) -> Step:
-        """Make the step whose gradients ``keeper`` keeps or uses."""
+        """Make the object of a new step whose gradients ``keeper`` keeps or uses."""
         buffers = self.buffers if self.layout.num_replicas > 1 else None
         group = context.data_parallel_group()
         agreement = StepAgreement(group, self.layout, keeper, buffers, checks, old)
@@ -314,7 +314,7 @@ class ModelSteps:
         )
 
     def _reshard(self) -> None:
-        """Have parts of ``fully_shard`` whose weights a forward pass has left whole show their shards again."""
+        """Make ``fully_shard`` modules use shards again, if a forward pass has left their weights whole."""
         part: Any
         for part in self.module.modules():
             if is_fully_sharded(part):
@@ -362,7 +362,7 @@ class ModelSteps:
             step.checks.end_loop(is_complete=is_complete)
 
     def _refuse(self, accumulation: int, refusal: float, *, add: bool) -> None:
-        """Make no step, nor the one that is open, and say so to the others; there are no gradients anywhere."""
+        """Refuse a new step and abandon the open step; send this to all instances, and remove all gradients."""
         self.abandon()
         self.gradients.remove()
         refuse_step(context.data_parallel_group(), accumulation, refusal, add=add)
@@ -385,7 +385,7 @@ class ModelSteps:
 
 
 class MicroBatchScope:
-    """Within it the process is one replica; leaving it adds the gradients to the step, or abandons it."""
+    """A context in which the process runs one micro batch; its end adds the gradients, or abandons the step."""
 
     __slots__ = ("_index", "_randomness", "_step", "_steps", "_weight")
 

@@ -3,7 +3,7 @@
 The participants of a group, which are its replicas with samples, each pass an array in each call and get the
 arrays of all participants. The participants of one instance take turns, and the last participant exchanges for all
 of them: first where each participant is, then the arrays, or an error for all. An instance that leaves its step
-tells the other instances, so that none waits for a replica that has left.
+sends this to the other instances, so that no instance waits for a replica that has left.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def layer_number(name: str) -> int:
 
 
 class SyncPoint(NamedTuple):
-    """The point at which a replica waits: in a layer's pass with ``width`` numbers, or at its end."""
+    """The point at which a replica waits for its batch norm group: a pass of a layer, or the end of the step."""
 
     kind: Kind
     layer: int = 0  # the number of the layer; 0 for no layer
@@ -67,7 +67,7 @@ LEFT: Final = SyncPoint("left")
 
 
 class GroupSync:
-    """The exchanges of one group in one micro batch."""
+    """The exchanges of values in one batch norm group during one micro batch."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class GroupSync:
         self._is_cancelled = False
 
     def arrive(self, replica: int, point: SyncPoint, values: ReplicaValues | None = None) -> None:
-        """Record that a local participant is at ``point``; if it is the last, exchange with other instances."""
+        """Record that a local ``replica`` is at ``point``; if it is the last, exchange with other instances."""
         if self.is_over:
             return
         if self._is_cancelled:
@@ -119,7 +119,7 @@ class GroupSync:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
     def abandon(self) -> None:
-        """Tell the other instances, if they may still wait, that this instance has left. Never raises."""
+        """Send the other instances, if they may still wait, that this instance has left. Never raises."""
         if not self.is_over:
             points = dict.fromkeys(self.local, LEFT)
             self.is_over = True
@@ -127,7 +127,7 @@ class GroupSync:
                 self._exchange(points, [])
 
     def cancel(self) -> None:
-        """Make all local participants raise an error at their next layer; waits for none of them."""
+        """Make all local replicas of the group raise an error at their next layer; wait for none of them."""
         self._is_cancelled = True
 
     def has_ended_by(self, error: BaseException) -> bool:
@@ -173,13 +173,13 @@ def _first_and_first_other(points: Mapping[int, SyncPoint]) -> list[int]:
 
 
 def _points_in(headers: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
-    """Return where replicas are, from the headers of all instances: four numbers for each replica."""
+    """Return the point of each replica, from the headers of all instances: four numbers for each replica."""
     found = [words[i : i + 4] for words in headers for i in range(0, len(words), 4)]
     return {replica: SyncPoint(_KINDS[kind], layer, width) for replica, kind, layer, width in found}
 
 
 def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None = None) -> None:
-    """Raise MicroBatchError unless all replicas are at the same point; wait first if the cause is elsewhere."""
+    """Raise MicroBatchError unless all replicas are at the same point; wait first for an error elsewhere."""
     if len(set(points.values())) == 1 and next(iter(points.values())) != LEFT:
         return
     if own is not None and LEFT in points.values() and LEFT not in own.values():
@@ -196,7 +196,7 @@ def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormTurn:
-    """The state of the replica that computes now, for its batch norm layers."""
+    """The data that batch norm layers need about the replica that computes now."""
 
     size: int
     replica: int
@@ -209,7 +209,7 @@ class NormTurn:
         NormTurn.current = self
 
     def __exit__(self, kind: object, *_error: object) -> None:
-        """End the micro batch, or leave it because of an error."""
+        """Record that the replica has ended its micro batch, or has left the micro batch because of an error."""
         if NormTurn.current is self:
             NormTurn.current = None
         self.sync.arrive(self.replica, END if kind is None else LEFT)
@@ -222,7 +222,7 @@ class NormTurn:
         return self.sync.shares[self.replica]
 
     def sync_values(self, point: SyncPoint, values: ReplicaValues) -> GroupValues:
-        """Return all participants' arrays, in their order. Raises MicroBatchError if one is elsewhere."""
+        """Exchange ``values`` in the group, and return all arrays; raise MicroBatchError if one is missing."""
         self.sync.check()
         if self.sync.is_over:
             raise MicroBatchError(
@@ -300,7 +300,7 @@ class NormGroups:
         return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 
     def abandon(self) -> None:
-        """Tell instances that may wait for this instance that the step is lost. Never raises."""
+        """Send all instances that may wait for this instance that the step is lost. Never raises."""
         for part in self.plan:
             part.sync.abandon()
         self.plan = []

@@ -1,8 +1,8 @@
-"""Backward passes outside the micro batches of a step, and gradients of loops without micro batches.
+"""Gradients of backward passes outside micro batches: those of a plain loop are reduced after the backward pass.
 
-A hook is called when the gradient of a trained parameter was accumulated. In a micro batch the step gets it.
-Outside, an instance with one replica reduces as soon as the backward pass has ended; one with several cannot know
-which of them has computed, and shows the loop to write. So no gradient is left unreduced.
+A hook is called when the gradient of a trained parameter was accumulated. In a micro batch the step gets the
+gradient. Outside, an instance with one replica reduces as soon as the backward pass has ended. An instance with
+several replicas does not know which replica has computed, and raises an error that shows the loop to write.
 """
 
 import weakref
@@ -32,11 +32,11 @@ LOOP: Final = """
         for x, y in model.micro_batches(batch):
             loss_fn(model(x), y).backward()
         optimizer.step()"""
-"""The loop that messages show."""
+"""The training loop that error messages show."""
 
 
 class AutomaticReduction:
-    """The gradients of backward passes outside the micro batches of one model; each reduction is a step.
+    """The automatic reduction of one model's gradients after backward passes outside micro batches, as in DDP.
 
     The state belongs together: whether a gradient begins a reduction depends on the step, the window and the pass.
     """
@@ -70,7 +70,7 @@ class AutomaticReduction:
         reduced_modules[self] = weakref.ref(module)
 
     def watch(self) -> None:
-        """Notice backward passes outside the micro batches; new and frozen parameters count, too."""
+        """Register hooks on all parameters, also on new and frozen ones, that notice each new gradient."""
         if self.is_computing or not self.is_watchful:
             return
         for parameter in self.module.parameters():
@@ -79,7 +79,7 @@ class AutomaticReduction:
                 _call_with_gradients(parameter, weakref.WeakMethod(self.notice_gradient))
 
     def begin_computing(self) -> None:
-        """Note that a micro batch of this model begins."""
+        """Record that a micro batch of this model begins."""
         self.is_computing = True
         if self._layout.num_local_replicas > 1:
             replicas_in_turn.add(self)
@@ -88,7 +88,7 @@ class AutomaticReduction:
             other._open_window()  # noqa: SLF001 - of this class
 
     def end_computing(self) -> None:
-        """Note that a micro batch of this model has ended, if there was one."""
+        """Record that a micro batch of this model has ended, if one had begun."""
         if self.is_computing:
             self.is_computing = False
             replicas_in_turn.discard(self)
@@ -96,22 +96,22 @@ class AutomaticReduction:
                 other._close_window()  # noqa: SLF001 - as above
 
     def refuse_collectives(self) -> None:
-        """Refuse collectives of torch in the micro batch that ends, where this instance has several replicas."""
+        """Raise an error if the program called torch.distributed in a micro batch of several replicas."""
         if self in replicas_in_turn and torch_private_groups.num_collectives() > self._num_collectives:
             refuse_in_turn(None, "a collective of torch.distributed")
 
     def _open_window(self) -> None:
-        """Note that another model computes now, and that this one's gradients play no part."""
+        """Record that another model computes now, so that new gradients of this model will not be used."""
         self._is_window_clean = not self._gradients.unused()
 
     def _close_window(self) -> None:
-        """Mark the gradients of this window as used, unless they were added to others that are not."""
+        """Mark the gradients made since :meth:`_open_window` as used, unless there were unused ones before."""
         if self._is_window_clean:
             mark_used(self._gradients.parameters())
         self._is_window_clean = False
 
     def expects(self, parameter: Tensor) -> bool:
-        """Whether the process is in a micro batch of this model, to which ``parameter`` belongs."""
+        """Whether this model runs a micro batch now and trains ``parameter``."""
         return self.is_computing and self._watches(parameter)
 
     def _watches(self, parameter: Tensor) -> bool:
@@ -136,7 +136,7 @@ class AutomaticReduction:
                 _suspended.discard(self)
 
     def notice_gradient(self, parameter: Tensor) -> None:
-        """Handle a gradient that was accumulated, perhaps by a backward pass that nobody expected."""
+        """Handle the gradient just accumulated in ``parameter.grad``, even by a backward pass outside steps."""
         if self.is_computing:
             if self.step is not None:
                 self.step.add_gradient(parameter)
@@ -169,7 +169,7 @@ class AutomaticReduction:
                 )
 
     def _reduce(self) -> None:
-        """Take the mean over the instances, which have one replica each and count alike: the pass has ended."""
+        """Reduce all gradients to their mean over the instances, after the end of the backward pass."""
         gradients, group = self._gradients.layout(), context.data_parallel_group()
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
@@ -192,11 +192,11 @@ _all: Final[weakref.WeakSet[AutomaticReduction]] = weakref.WeakSet()
 """The automatic reductions of all models of this process."""
 
 _suspended: Final[set[AutomaticReduction]] = set()
-"""Those of models within ``no_sync()``."""
+"""The automatic reductions of the models that are inside ``no_sync()``."""
 
 
 def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
-    """Call ``method``, as long as there is its object, whenever a gradient of ``parameter`` was accumulated."""
+    """Register a hook that calls ``method``, while its object exists, for each new gradient of ``parameter``."""
 
     def call(parameter: Tensor) -> None:
         found = method()
@@ -218,7 +218,7 @@ def _reduce_all(
     checks: StepChecks = NO_CHECKS,
     not_finite: NotFinite | None = None,
 ) -> None:
-    """Reduce all gradients that there are, as those of the one micro batch of this instance's replica."""
+    """Reduce all present gradients, as the gradients of the one micro batch of this instance's replica."""
     keeper = KeptGradients(memory)
     agreement = StepAgreement(memory.group, memory.layout, keeper, buffers, checks)
     if buffers is not None:
@@ -229,24 +229,24 @@ def _reduce_all(
 
 
 _known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.WeakKeyDictionary()
-"""The gradients of each module that was reduced by itself: their memory is used again."""
+"""The gradients of each module that :func:`all_reduce_gradients` has reduced, whose memory is used again."""
 
 
 def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean") -> None:
     """Replace each ``.grad`` of ``module`` by the mean or sum over all instances, between backward and step.
 
-    For jobs with one replica in each instance; each counts alike, whatever the size of its batch. A parameter that
-    some instances did not use counts as zeros there; one that none used keeps ``.grad`` None. Gradients are added
-    in float32 (float64 for parameters of double precision), in the order of the replicas, so all instances get
-    the same bits; and the bits of ``ReplicatedModel`` with batches of equal size.
+    For jobs with one replica in each instance; every instance has the same weight, whatever the size of its batch.
+    A parameter that some instances did not use counts as zeros there; if no instance used the parameter, ``.grad``
+    stays None. Gradients are added in float32 (float64 for parameters of double precision), in the order of the
+    replicas, so all instances get the same bits, and the bits of ``ReplicatedModel`` with batches of equal size.
 
     Args:
         module: A module whose weights are equal on all instances: see ``broadcast_weights``.
         op: ``"mean"`` or ``"sum"``.
 
     Raises:
-        BatchError: If instances have several replicas: each needs a backward pass of its own; or if ``module`` or
-            ``op`` is neither of these.
+        BatchError: If instances have several replicas, each of which needs its own backward pass; or if ``module``
+            is no module, or ``op`` has another value.
         CollectiveError: If the instances have other parameters or do other things.
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or did not come in time.

@@ -43,7 +43,7 @@ class PipelineRun:
 
 
 class Pipeline:
-    """A schedule whose stages on this instance belong to a model."""
+    """A schedule of torch.distributed.pipelining whose stages on this instance belong to a model."""
 
     def __init__(self, parts: PipelineParts, module: nn.Module) -> None:
         if is_older_than(2, 8):
@@ -70,7 +70,7 @@ class Pipeline:
         return max(1, number // self.num_micro_batches) if number > 1 else accumulation
 
     def split(self, num_local_replicas: int, accumulation: int, arguments: Arguments | None) -> Split:
-        """Return a function that returns the runs of a batch, replica by replica."""
+        """Return a function that divides a batch into runs of the schedule, replica by replica."""
         return partial(self._runs, num_local_replicas, accumulation, arguments or _inputs_and_target)
 
     def _runs(
@@ -106,7 +106,7 @@ class Pipeline:
         return runs
 
     def _check_forms(self, run: PipelineRun) -> None:
-        """Raise BatchError if tensors have other shapes than in the first run, as stages allocate memory once."""
+        """Raise BatchError if tensors have other shapes than in the first run: stages allocate memory once."""
         forms = [_form(it) for it in (*run.inputs, *run.keywords.values()) if isinstance(it, Tensor)]
         has_own_forms = torch.is_grad_enabled() or not is_older_than(2, 13)  # for passes without gradients
         expected = self._forms.setdefault(torch.is_grad_enabled() if has_own_forms else True, forms)
@@ -118,7 +118,7 @@ class Pipeline:
             )
 
     def run(self, step: Callable[..., object], run: PipelineRun) -> list[Tensor]:
-        """Call ``step`` of a schedule; return the losses of its micro batches, empty without the last stage."""
+        """Call ``step`` of a schedule; return the losses of its micro batches, or none without the last stage."""
         losses: list[Tensor] | None = [] if self._is_last else None
         # torch learns shapes by a pass over uninitialized memory, when it begins to train or to evaluate
         learns, self._trained = self._trained is not torch.is_grad_enabled(), None
@@ -140,7 +140,7 @@ class Pipeline:
         return [loss.detach() for loss in losses or ()]
 
     def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:
-        """Do the same as :meth:`run` without a backward pass; keep torch from dividing existing ``.grad``."""
+        """Run the schedule without a backward pass, and return the losses; keep existing ``.grad`` undivided."""
         if not hasattr(schedule, "eval"):
             raise BatchError(needs(2, 9, "to evaluate a pipeline"))
         divides, schedule.scale_grads = schedule.scale_grads, False
@@ -169,7 +169,7 @@ class Pipeline:
 
 @contextmanager
 def _learning_aside(stages: Iterable[Any]) -> Iterator[None]:
-    """A context that gives ``stages`` copies of buffers and random states until the first real micro batch."""
+    """A context in which ``stages`` use copies of buffers and random states before the first real micro batch."""
     with ExitStack() as attributes, ExitStack() as aside:
         aside.callback(remember_states())
         for stage in stages:
@@ -202,7 +202,7 @@ Pipelines: TypeAlias = "WeakKeyDictionary[object, Pipeline]"
 
 
 def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeline:
-    """Return the pipeline that ``schedule`` runs; check it before its first step."""
+    """Return the ``Pipeline`` of ``schedule``; the first call makes it, and checks the stages."""
     parts = parts_of_schedule(schedule)
     if parts is None:
         raise BatchError(

@@ -124,7 +124,7 @@ class ThreadModes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which this thread has these modes, and runs backward passes alone, also on accelerators."""
+        """A context in which this thread has the recorded modes and runs backward passes alone, on all devices."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))

@@ -1,4 +1,4 @@
-"""The model of a data-parallel job: an ordinary module whose gradients are those of all replicas."""
+"""The model of a data-parallel job: an ordinary module whose gradients are reduced over all replicas."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,12 +31,11 @@ R = TypeVar("R")
 
 
 class ReplicatedModel(WrappingModel):
-    """Wraps ``module`` so that each step's gradient is the mean over all replicas of the job.
+    """A wrapper of ``module`` in which each step's gradient is the mean over all replicas of the job.
 
-    Makes the weights of all instances those of instance 0, after ``popdist.init()`` where the program has not
-    called it. Everything else is the module's own: ``forward``, the keys of ``state_dict``, the names of
-    parameters and buffers, and any attribute that this class does not have. The loop to write, with any torch
-    optimizer::
+    The wrapper gives all instances the weights of instance 0, and calls ``popdist.init()`` if the program has not.
+    Everything else is the module's own: ``forward``, the keys of ``state_dict``, the names of parameters and
+    buffers, and any attribute that this class does not have. The loop to write, with any torch optimizer::
 
         model = popdist.ReplicatedModel(Net())
         for batch in loader:
@@ -44,37 +43,37 @@ class ReplicatedModel(WrappingModel):
                 loss_fn(model(x), y).backward()
             optimizer.step()
 
-    The bits of the weights depend on the replicas and the accumulation, not on how many instances the replicas
-    are dealt to. A replica draws its random numbers (Python's, numpy's and torch's) from states of its own; every
-    replica starts a step from the same buffers, and afterwards those of floats are the mean over the replicas,
-    others those of replica 0. Outside the loop, ``backward()`` reduces when it ends if the instance has one
-    replica, and raises ``BatchError`` if it has several.
+    The bits of the weights depend on the replicas and the accumulation, not on the number of instances. Each
+    replica draws random numbers (Python's, numpy's and torch's) from its own states. Every replica starts a step
+    from the same buffers. After the step a floating-point buffer is the mean over the replicas, any other buffer
+    has the value of replica 0. Outside the loop, an instance with one replica reduces the gradients at the end of
+    ``backward()``; an instance with several replicas raises ``BatchError``.
 
     Args:
         module: Any module; its parameters and buffers are changed in place on instances other than 0.
-        seed: Makes the replicas' random states; the same on all instances. None, where the job has one replica: it
-            draws from the program's own states, as a loop without popdist does.
-        check_finite: Look for NaN and infinity in the gradient of each micro batch; every instance then raises
-            ``GradientError``. Not for use with a GradScaler, which expects them.
-        strict_bits: Refuse local replicas that are no power of two.
+        seed: The seed of the replicas' random states, equal on all instances. None, only for a job of one replica:
+            the replica uses the program's own random states, as in a loop without popdist.
+        check_finite: Check each micro batch's gradient for NaN and infinity; every instance then raises
+            ``GradientError``. Do not use this with a GradScaler, which expects NaN and infinity.
+        strict_bits: Raise ``BatchError`` if the number of local replicas is no power of two.
         gradient_dtype: ``torch.bfloat16`` or ``torch.float16``: each replica's weighted gradient and each sum of
-            replicas is rounded to it; then the mean is taken, and ``.grad`` has the parameter's dtype. It halves
-            what goes over a network. In float16 what is greater than 65504 becomes infinity. None rounds nothing.
-        num_local_replicas: Replicas of this instance for this model, in a program that nobody started with poprun:
+            replicas is rounded to this dtype; then the mean is taken, and ``.grad`` has the parameter's dtype. It
+            halves the bytes on a network. In float16 a value above 65504 becomes infinity. None rounds nothing.
+        num_local_replicas: Number of this instance's replicas of this model, in a program started without poprun:
             one process, torchrun, mpiexec. The same number on all instances. Loaders of popdist and
-            ``popdist.num_replicas()`` know of the job only. None for those of the job.
+            ``popdist.num_replicas()`` know only the number of the job. None for the number of the job.
         batch_norm_group_size: So many consecutive replicas share the statistics of BatchNorm layers, as if their
-            samples were one batch. It divides the replicas of the model. Where it is greater than 1 and an
-            instance has several replicas, the loop is :meth:`run_micro_batches`. 1 leaves the layers alone.
-        **ddp_options: None is taken; the error says what becomes of those of DistributedDataParallel.
+            samples were one batch. The number must divide the model's replicas. If it is greater than 1 and an
+            instance has several replicas, the loop is :meth:`run_micro_batches`. 1 changes no layer.
+        **ddp_options: Options of DistributedDataParallel; for each the error says what to write instead.
 
     Raises:
         WeightsError: If the instances have different modules, or the module cannot be replicated: it reduces
             gradients already, is cut over instances of several replicas, is lazy, or has a BatchNorm layer that
             cannot share statistics; and for an option of DistributedDataParallel.
-        GradientError: If ``gradient_dtype`` is another one.
-        CollectiveError: If the instances differ in the other arguments.
-        BatchError: If a number is not possible, or ``strict_bits`` refuses it.
+        GradientError: If ``gradient_dtype`` is another dtype.
+        CollectiveError: If the other arguments differ between instances.
+        BatchError: If a number is not possible, or ``strict_bits`` refuses the number of local replicas.
         ContractError, BackendError: As ``popdist.init()``.
     """
 
@@ -144,7 +143,7 @@ class ReplicatedModel(WrappingModel):
         self._model_steps.automatic.watch()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward pass."""
+        """Run the forward pass of the wrapped module, and return its result."""
         steps: ModelSteps = self._model_steps
         module: Any = steps.module  # self.module takes ten times longer
         if steps.automatic.is_watchful:
@@ -155,7 +154,7 @@ class ReplicatedModel(WrappingModel):
         return module(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module, as ``torch.nn.Module.compile`` does; popdist's part of a step is not compiled."""
+        """Compile the wrapped module, as ``torch.nn.Module.compile`` does; popdist's part is not compiled."""
         self.module.compile(*args, **kwargs)
 
     def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
@@ -169,10 +168,10 @@ class ReplicatedModel(WrappingModel):
         split: Split | None = None,
         add: bool = False,
     ) -> list[R]:
-        """Call ``body`` for each micro batch of this instance; afterwards ``.grad`` is ready.
+        """Call ``body`` for each micro batch of this instance; then ``.grad`` is the gradient over all replicas.
 
-        What the loop of :meth:`micro_batches` does, with its inside as a function, so that replicas can wait for
-        each other in the middle of it::
+        This does the work of the loop of :meth:`micro_batches`, with the inside of the loop as a function, so that
+        replicas can wait for each other in the middle of the function::
 
             def body(x, y):
                 loss = loss_fn(model(x), y)
@@ -181,11 +180,11 @@ class ReplicatedModel(WrappingModel):
 
             losses = model.run_micro_batches(batch, body)
 
-        With ``batch_norm_group_size`` and several local replicas in a group, those compute in turns, each in a
-        thread: one runs at a time, up to a BatchNorm layer or its end, then the next one, in order, with its
-        random states, buffers and gradients. Each begins with the caller's grad mode, autocast and context
-        variables; other modes of torch that belong to a thread do not reach ``body``: enter them there. The
-        activations of a group's local replicas are in memory together.
+        With ``batch_norm_group_size`` and several local replicas in a group, these replicas compute in turns, each
+        in a thread: one replica runs at a time, up to a BatchNorm layer or its end, then the next replica, in
+        order, with its random states, buffers and gradients. Each thread begins with the caller's grad mode,
+        autocast and context variables; other modes of torch that belong to a thread do not reach ``body``: enter
+        these modes in ``body``. The activations of a group's local replicas are in memory together.
 
         Args:
             batch: As of :meth:`micro_batches`, and so are the other arguments and the errors.
@@ -198,11 +197,11 @@ class ReplicatedModel(WrappingModel):
             add: See ``batch``.
 
         Returns:
-            What ``body`` returned for each micro batch with samples, replica by replica.
+            The results of ``body`` for the micro batches with samples, replica by replica.
 
         Raises:
             MicroBatchError: Also if replicas of a group do not call the same BatchNorm layers equally often.
-            BaseException: What ``body`` raises; the step is abandoned on every instance.
+            BaseException: An exception that ``body`` raises; the step is abandoned on every instance.
         """
         if not callable(body):
             raise BatchError(
@@ -223,10 +222,10 @@ class ReplicatedModel(WrappingModel):
         reduction: MeanOrSum = "mean",
         add: bool = False,
     ) -> Tensor | None:
-        """Run a pipeline's schedule over the samples of this replica; afterwards ``.grad`` is ready.
+        """Run a pipeline schedule over this replica's samples; then ``.grad`` is the gradient over all replicas.
 
-        For a model whose module is this instance's stage, or ``nn.ModuleList`` of its stages. All instances of the
-        replica call it with the same batch::
+        The model's module is this instance's stage, or ``nn.ModuleList`` of its stages. All instances of the
+        replica call this with the same batch::
 
             stages = popdist.device_mesh()["pipeline"]
             stage = PipelineStage(layers, stages.get_local_rank(), stages.size(), device, group=stages.get_group())
@@ -237,28 +236,28 @@ class ReplicatedModel(WrappingModel):
                 optimizer.step()
 
         The schedule adds the gradients of its micro batches one after another, in its own order, and divides the
-        sum by their number, unless it was made with ``scale_grads=False``. Then they are added over the replicas
-        as ``micro_batches`` does it, each with the weight of its samples. Within ``torch.no_grad()`` the schedule
-        only evaluates: there are losses, no gradients, and nothing is exchanged with other replicas.
+        sum by their number, unless it was made with ``scale_grads=False``. Then the sums of the replicas are added
+        as in ``micro_batches``, each with the weight of its samples. Within ``torch.no_grad()`` the schedule only
+        evaluates: there are losses, no gradients, and nothing is exchanged with other replicas.
 
         Args:
-            schedule: Any of torch.distributed.pipelining, made with a ``loss_fn``.
-            batch: As of :meth:`micro_batches`. A loader with ``accumulation=8`` has the micro batches of a
-                schedule with ``n_microbatches=8``, or of two runs of one with 4; one without accumulation leaves
-                it to the schedule to cut its samples. All must be of one size, in all steps: make it with
-                ``drop_last=True``.
-            accumulation: How often the schedule runs for each replica, where the batch is no loader's.
-            arguments: Gives for samples of the batch the inputs of the first stage, keyword arguments for all
-                stages, and the target. None, where they are tuples of inputs with the target at the end.
+            schedule: A schedule of torch.distributed.pipelining, made with a ``loss_fn``.
+            batch: As of :meth:`micro_batches`. The batch of a loader with ``accumulation=8`` has the micro batches
+                of a schedule with ``n_microbatches=8``, or of two runs of a schedule with 4. Without accumulation
+                the schedule cuts the samples itself. All micro batches must have one size, in all steps: make the
+                loader with ``drop_last=True``.
+            accumulation: How often the schedule runs for each replica, if the batch is no loader's.
+            arguments: A function from samples of the batch to the inputs of the first stage, keyword arguments for
+                all stages, and the target. None if the samples are tuples of inputs with the target at the end.
             share_losses: Give the losses to all instances of the replica, which wait for its last stage.
             reduction: As of :meth:`micro_batches`; ``"sum"`` for sums over samples, with ``scale_grads=False``.
             add: As of :meth:`micro_batches`.
 
         Returns:
-            The losses of the replica's micro batches, in float64, where its last stage is; None elsewhere.
+            The losses of the replica's micro batches, in float64, if its last stage is here; None elsewhere.
 
         Raises:
-            BatchError: Also if the stages lie on other instances than this replica's, or the micro batches differ.
+            BatchError: Also if the stages are on other instances than this replica's, or the micro batches differ.
             WeightsError: Also if a stage has no parameters, or others than the model, or those of another stage.
             OptimizerError: In the closure of an optimizer, as LBFGS takes one.
         """
@@ -276,23 +275,22 @@ class ReplicatedModel(WrappingModel):
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1
     ) -> AbstractContextManager[None]:
-        """Return a context in which this process is the replica of micro batch ``index``; for loops of your own.
+        """Return a context in which this process runs micro batch ``index`` as its replica, for your own loop.
 
-        ``micro_batches`` is made of this and :meth:`reduce_gradients`. A step is all of an instance's micro
-        batches, or fewer, in order, each with any number of backward passes::
+        ``micro_batches`` is made of such contexts and :meth:`reduce_gradients`. A step is all of an instance's
+        micro batches, or fewer, in order, each with any number of backward passes::
 
             for i, (x, y) in enumerate(parts):
                 with model.micro_batch(i, weight=len(x)):
                     loss_fn(model(x), y).backward()
             model.reduce_gradients()
 
-        The first one takes away the gradients that were there, as ``micro_batches`` does; whether the step adds to
-        them, :meth:`reduce_gradients` says. Leaving it by an exception abandons the step, as leaving
-        ``micro_batches`` does.
+        The first context removes the gradients from before, as ``micro_batches`` does; :meth:`reduce_gradients`
+        can add them again. An exception in a context abandons the step, as in ``micro_batches``.
 
         Args:
             index: Among this instance's micro batches, replica by replica: local replica x accumulation + step.
-            weight: What the gradient counts. At least 0; 0 drops it.
+            weight: The weight of the gradient, at least 0; 0 drops the gradient.
             accumulation: Micro batches of each replica in this step.
 
         Raises:
@@ -303,14 +301,14 @@ class ReplicatedModel(WrappingModel):
         return self._model_steps.micro_batch(index, weight, accumulation)
 
     def reduce_gradients(self, reduction: MeanOrSum = "mean", *, add: bool = False) -> None:
-        """End a step: ``.grad`` of each parameter becomes that of all replicas, and buffers are made equal.
+        """End a step: set each ``.grad`` to the mean or sum over all replicas, and make buffers equal.
 
-        Micro batches that were left out count as empty ones. Every instance calls it, also one without any.
+        Micro batches that were left out count as empty. Every instance must call this, even without a micro batch.
 
         Args:
             reduction: ``"mean"`` divides the sum of the weighted gradients by the sum of the weights; ``"sum"``
                 does not.
-            add: As of ``micro_batches``.
+            add: As in ``micro_batches``.
 
         Raises:
             BatchError: If the weights of the whole job add up to 0; and as ``micro_batches``.
@@ -320,7 +318,7 @@ class ReplicatedModel(WrappingModel):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale all gradients down to a norm of ``max_norm``, after the loop: see ``popdist.clip_grad_norm_``."""
+        """Scale all gradients to a norm of at most ``max_norm``: see ``popdist.clip_grad_norm_``."""
         return clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -328,8 +326,8 @@ class ReplicatedModel(WrappingModel):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` outside the loop does not reduce this instance's gradients.
 
-        As under DistributedDataParallel: they are reduced with the next backward pass outside it. And the way to
-        say that this model's gradients play no part, as those of a discriminator when its generator is trained.
+        As under DistributedDataParallel, the next backward pass outside the context reduces them. Use the context
+        also if this model's gradients play no part, as for a discriminator while its generator is trained.
         """
         return self._model_steps.automatic.suspended()
 
@@ -338,7 +336,7 @@ class ReplicatedModel(WrappingModel):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the module's own state dict, which the module and the model can load.
+        """Return the state dict of the wrapped module, which the module and this model can load.
 
         Raises:
             WeightsError: While the buffers hold what a pass in training mode outside of the loop wrote, unless
@@ -350,13 +348,13 @@ class ReplicatedModel(WrappingModel):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the module, on this instance only."""
+        """Load a state dict of the wrapped module, on this instance only."""
         loaded = self.module.load_state_dict(state_dict, *args, **kwargs)
         self._model_steps.buffers.clear_outside_writes()
         return loaded
 
 
 def _inside_another_module(_model: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: object) -> None:
-    """Before a module that holds the model loads: its children are found by attribute, so put that name in."""
+    """Rename the model's keys in ``state_dict`` to contain ``module.`` before an outer module loads them."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

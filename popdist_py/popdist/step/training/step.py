@@ -1,4 +1,4 @@
-"""One step of a model on this instance, and how far it has come for whoever must know, such as an optimizer.
+"""One step of a model on this instance, and its state for optimizers: running, complete or lost.
 
 A step is begun, each micro batch is added to the gradient of its replica, and then the step is finished or
 abandoned.
@@ -32,7 +32,7 @@ from popdist.job.collectives import gather_bytes
 
 
 class Step:
-    """One step: made when it starts, given each micro batch's gradient, then finished or abandoned."""
+    """One step of a model: it gets the gradient of each micro batch, and is then finished or abandoned."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Step:
             buffers.begin_step(is_checked=checks.is_on)
 
     def begin(self, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool) -> None:
-        """Say to the others that a step of a whole batch begins; see :meth:`StepAgreement.begin`."""
+        """Send all instances that a step on a whole batch begins; see :meth:`StepAgreement.begin`."""
         self.agreement.begin(self.accumulation, heaviest, reduction, position, add=add)
 
     def wait_for_others(self) -> None:
@@ -67,7 +67,7 @@ class Step:
         self.agreement.weight_scale()
 
     def begin_micro_batch(self, index: int, weight: float) -> int:
-        """Begin micro batch ``index``; those left out before it have no samples. Gives its replica in the job."""
+        """Begin micro batch ``index``, and return its job-wide replica; skipped micro batches count as empty."""
         num_local_replicas = self._layout.num_local_replicas
         if not self._position <= index < num_local_replicas * self.accumulation:
             raise _out_of_order(index, self._position, num_local_replicas, self.accumulation)
@@ -76,19 +76,19 @@ class Step:
         return self._first + self._position // self.accumulation
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Handle a gradient that was just accumulated in ``.grad``."""
+        """Handle the gradient that was just accumulated in ``parameter.grad``."""
         if id(parameter) in self.keeper.awaited:
             self.keeper.add_gradient(parameter)
 
     def add(self, weight: float) -> None:
-        """Add the gradients that the backward passes of the next micro batch left in ``.grad``."""
+        """Add the gradients that the backward passes of the next micro batch left in ``.grad`` to the step."""
         if self._scale is None:
             self._scale = self.agreement.weight_scale()
         self.keeper.add(self._position, weight, self._scale)
         self._add_to_replica(weight, has_run=True)
 
     def add_in_turn(self, index: int, weight: float | None) -> None:
-        """Add micro batch ``index``, where replicas take turns; a weight of None is one without samples."""
+        """Add micro batch ``index`` if replicas take turns; the ``weight`` None means that it has no samples."""
         self._position = index
         if weight is None:
             self._skip_to(index + 1)
@@ -96,7 +96,7 @@ class Step:
             self.add(weight)
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
-        """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
+        """Set the ``.grad`` of each parameter, and each buffer, to the value over all replicas of the job."""
         self._skip_to(self._layout.num_local_replicas * self.accumulation)
         if self._checks_finite:
             self.agreement.weight_scale()
@@ -106,7 +106,7 @@ class Step:
         self._buffers.end_step()
 
     def abandon(self) -> None:
-        """Leave without a gradient, and say so to the others, unless all know already. Never raises."""
+        """End the step without a gradient, and send this to all instances unless all know it. Never raises."""
         self.keeper.clear()
         self._buffers.undo()
         self._buffers.end_step()
@@ -118,7 +118,7 @@ class Step:
             self._add_to_replica(0.0, has_run=False)
 
     def _add_to_replica(self, weight: float, *, has_run: bool) -> None:
-        """Add the weight of the next micro batch to its replica, and that of a finished replica to the job."""
+        """Add the weight of the next micro batch to its replica, and a complete replica's weight to the job."""
         replica = self._position // self.accumulation
         self._position += 1
         if self.accumulation > 1:
@@ -135,14 +135,14 @@ class Step:
 
 @dataclass(slots=True)
 class _ReplicaWeight:
-    """The weights of the micro batches of one replica, added so far, and whether one of these had samples."""
+    """The weights of one replica's micro batches so far, and whether one of these micro batches had samples."""
 
     weights: TreeSum[float]
     has_run: bool = False
 
 
 def _out_of_order(index: int, position: int, num_local_replicas: int, accumulation: int) -> BatchError:
-    """Return the error of a micro batch before ``position``, the number of this instance's next micro batch."""
+    """Return the error for micro batch ``index``, if this instance's next micro batch is number ``position``."""
     return BatchError(
         f"micro_batch({index}), where {position} is the next of this instance's "
         f"{num_local_replicas * accumulation} micro batches ({num_local_replicas} local replicas x "
@@ -151,7 +151,7 @@ def _out_of_order(index: int, position: int, num_local_replicas: int, accumulati
 
 
 def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout) -> None:
-    """Raise on all instances what one has found, where several share a replica: each sees its part only."""
+    """Raise GradientError on all instances if one ``found`` NaN or infinity, if instances share a replica."""
     if not context.environment().contract.parallelism.is_shared:
         return
     group, said = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
@@ -161,7 +161,7 @@ def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout
 
 
 class LoneStep:
-    """A step with one micro batch in the whole job, used as :class:`Step`: the gradient stays where it is."""
+    """A step with one micro batch in the whole job, used as :class:`Step`: the gradient stays in ``.grad``."""
 
     accumulation = 1
 
@@ -175,27 +175,27 @@ class LoneStep:
         self._weight: float | None = None
 
     def begin(self, heaviest: float, _reduction: MeanOrSum, _position: BatchPosition, *, add: bool) -> None:
-        """Check that the micro batch weighs something, and what becomes of the gradients of before."""
+        """Check that the micro batch has a weight; drop or refuse the old gradients unless ``add`` is True."""
         self._drop_old_unless_added(add=add)
         if not heaviest:
             raise BatchError(NO_SAMPLES)
 
     def begin_micro_batch(self, index: int, _weight: float) -> int:
-        """Begin micro batch 0, the only one; gives the number of its replica."""
+        """Begin micro batch 0, the only one of the step, and return 0, the number of its replica."""
         if index or self._weight is not None:
             position = 0 if self._weight is None else 1
             raise _out_of_order(index, position, num_local_replicas=1, accumulation=1)
         return 0
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Leave the gradient where it is."""
+        """Leave the gradient in ``parameter.grad``, because no other gradient is added to it."""
 
     def add(self, weight: float) -> None:
-        """Note the weight of the micro batch, whose gradient stays where it is."""
+        """Record the weight of the micro batch; its gradient stays in ``.grad``."""
         self._weight = weight
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
-        """Leave each ``.grad`` as it is; for a sum, multiply it by the weight."""
+        """Leave each ``.grad`` unchanged; for the reduction ``"sum"``, multiply each ``.grad`` by the weight."""
         self._drop_old_unless_added(add=add)
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
@@ -220,46 +220,46 @@ class LoneStep:
             self._old.drop_unless_added({0: number}, add=add)
 
     def abandon(self) -> None:
-        """Leave without a gradient."""
+        """End the step without a gradient: set every ``.grad`` to None."""
         self._gradients.remove()
 
 
 class StepState:
-    """How far a model's last step has come, running, complete or lost, as long as its ``owner`` is there."""
+    """The state of a model's last step: running, complete or lost; valid as long as ``owner`` exists."""
 
     def __init__(self, owner: object, module: nn.Module) -> None:
         self.reference = weakref.ref(module)
         self._owner = weakref.ref(owner)
 
     def begin(self) -> None:
-        """Mark the gradients of the module as incomplete."""
+        """Mark the step as running: the gradients of the module are incomplete."""
         lost_steps.discard(self)
         running_steps.add(self)
 
     def end(self) -> None:
-        """Note that the gradients are complete, or were removed."""
+        """Mark the step as ended: the gradients of the module are complete, or were removed."""
         running_steps.discard(self)
 
     def lose(self) -> None:
-        """Note that the step has left no gradient on any instance: until the next step, optimizers cannot step."""
+        """Mark the step as lost: no instance has a gradient, and no optimizer may step before the next step."""
         self.end()
         lost_steps.add(self)
 
     @property
     def module(self) -> nn.Module | None:
-        """The model, if it and the owner are still there."""
+        """The model whose step this is; None if the model or the owner no longer exists."""
         return None if self._owner() is None else self.reference()
 
 
 running_steps: Final[set[StepState]] = set()
 lost_steps: Final[set[StepState]] = set()
-"""The states of models in the middle of a step, and of those whose last step was lost."""
+"""The states of models in the middle of a step, and the states of models whose last step was lost."""
 
 reduced_modules: Final[weakref.WeakKeyDictionary[object, "weakref.ref[nn.Module]"]] = weakref.WeakKeyDictionary()
-"""The modules whose gradients popdist reduces, by the object that does it."""
+"""The modules whose gradients popdist reduces; the key is the object that reduces the gradients."""
 
 joint_modules: Final[weakref.WeakKeyDictionary[object, "weakref.ref[nn.Module]"]] = weakref.WeakKeyDictionary()
-"""The modules that all instances have, by the object that makes their steps."""
+"""The modules that all instances have; the key is the object that makes the steps of the module."""
 
 
 def modules_in(registry: "weakref.WeakKeyDictionary[object, weakref.ref[nn.Module]]") -> list[nn.Module]:
@@ -274,7 +274,7 @@ def is_in_step() -> bool:
 
 @cache
 def watch_scalers() -> None:
-    """Make GradScalers agree: all instances have one scale, and all parts of a model step or skip the step."""
+    """Make GradScalers agree: all instances have one scale, and all parts of a model step, or all skip."""
     for name in ("unscale_", "step"):
         setattr(GradScaler, name, _watched(getattr(GradScaler, name)))
 
@@ -299,7 +299,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _share_infinity(parameters: Sequence[Tensor]) -> None:
-    """Make all gradients NaN if one is not finite that another part of the model has; all instances call it."""
+    """Make all gradients NaN if any part of the model has NaN or infinity. All instances must call this."""
     joint = {id(it) for module in modules_in(joint_modules) for it in module.parameters()}
     if joint.isdisjoint(map(id, parameters)):
         return

@@ -1,4 +1,4 @@
-"""A model around a module: what the model has not itself is the module's own."""
+"""A model that wraps a module: attributes that the model does not have come from the module."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,23 +14,23 @@ from popdist.step.training.model_steps import ModelSteps, WholeStep
 
 
 class WrappingModel(nn.Module):
-    """A model whose attributes, parameters and buffers are those of ``module``, under the module's names."""
+    """A model with the attributes, parameters and buffers of the wrapped ``module``, under the same names."""
 
     _title: ClassVar[str]
-    """What errors call such a model."""
+    """The name of such a model in error messages."""
 
     _advice: ClassVar[Mapping[str, str]]
-    """What to write instead of attributes that such a model has not, for those that the module has neither."""
+    """For attributes that neither such a model nor the module has: the advice of the error message."""
 
     _not_after: ClassVar[str]
-    """What an error says of a change of the module's weights after the module was wrapped."""
+    """The text of the error for a change of the module's weights after the module was wrapped."""
 
     module: nn.Module
     _model_steps: ModelSteps  # from the time when it is set other attributes are the module's
 
     @property
     def randomness(self) -> ReplicaRandomness:
-        """The random states of this instance's replicas; part of what a checkpoint saves."""
+        """The random states of this instance's replicas, which a checkpoint saves."""
         return self._model_steps.randomness
 
     def micro_batches(
@@ -43,42 +43,42 @@ class WrappingModel(nn.Module):
         split: Split | None = None,
         add: bool = False,
     ) -> Iterator[Nest]:
-        """Split this instance's combined batch into its replicas' micro batches; afterwards ``.grad`` is ready.
+        """Yield this instance's micro batches; after the loop ``.grad`` is the gradient over all replicas.
 
-        Each micro batch that is yielded must see one backward pass (of a mean over its samples), or several. When
-        the loop has ended, ``.grad`` of each parameter is the mean over all samples of the job's step, added in
-        float32 (float64 for parameters of double precision), or None for a parameter that no replica used.
+        Each micro batch must get one backward pass (of a mean over its samples), or several. After the loop,
+        ``.grad`` of each parameter is the mean over all samples of the job's step, added in float32 (float64 for
+        parameters of double precision), or None for a parameter that no replica used.
 
-        The loop begins without gradients. Those of before are dropped if an optimizer's step has used them, or a
-        GradScaler has left it out. Others are an error, or ``add``.
+        The loop begins without gradients. It drops a gradient from before that an optimizer's step has used, or
+        that a GradScaler made the step skip. Any other gradient raises an error, unless ``add`` is True.
 
-        A part of the batch without samples is not yielded; an instance may have fewer samples than others, or
-        none, and still takes part. Leaving the loop before its end abandons the step on every instance: the others
-        raise ``MicroBatchError`` at the end of their loops, and an optimizer's step raises it on all of them until
-        the next loop, which works again where all have caught it.
+        A part of the batch without samples is not yielded. An instance may have fewer samples than others, or
+        none, and still takes part. Leaving the loop before its end abandons the step on every instance: the other
+        instances raise ``MicroBatchError`` at the end of their loops, and an optimizer's step raises
+        ``MicroBatchError`` until the next loop, which works again if all instances have caught the error.
 
         Args:
             batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along
                 dim 0 of each: micro batch size x accumulation x local replicas, or fewer. Or the batch of
-                ``popdist.data_loader``, or what ``split`` splits. Or a tuple of several loaders' batches, for
-                ``for (x, y), z in model.micro_batches((a, b))``: the samples of the first count.
+                ``popdist.data_loader``, or a value that ``split`` splits. Or a tuple of several loaders' batches,
+                for ``for (x, y), z in model.micro_batches((a, b))``: the samples of the first loader count.
             accumulation: Micro batches of each replica in this step, the same on all instances; a loader's batch
                 brings its own.
-            reduction: ``"sum"`` leaves out the division by the sum of the weights, and weighs each micro batch 1
-                unless ``weights`` says more.
-            weights: What each micro batch counts, replica by replica, in place of its samples: its tokens, for a
-                loss that is a mean over tokens. 0 drops the gradient.
-            add: Add to the gradients of before which nothing has used, in place of an error: for an optimizer that
-                steps after several loops. A phased model refuses it.
-            split: Gives this instance's micro batches, ``local replicas x accumulation`` of them, replica by
-                replica, None for one without samples. ``split=list`` takes a list of them.
+            reduction: ``"sum"`` leaves out the division by the sum of the weights, and gives each micro batch the
+                weight 1 unless there are ``weights``.
+            weights: The weight of each micro batch, replica by replica, in place of its number of samples: the
+                number of tokens, for a loss that is a mean over tokens. 0 drops the gradient.
+            add: Add to unused gradients from before the loop, in place of an error: for an optimizer that steps
+                after several loops. A phased model refuses this.
+            split: A function that returns this instance's micro batches, ``local replicas x accumulation`` of
+                them, replica by replica, None for a micro batch without samples. ``split=list`` takes their list.
 
         Returns:
             Micro batches on the model's device, which may share memory with the batch.
 
         Raises:
             BatchError: If the batch cannot be split, a weight is not possible, or the job has no sample.
-            GradientError: If gradients of before would be lost, or ``check_finite`` has found one.
+            GradientError: If gradients from before would be lost, or ``check_finite`` has found NaN or infinity.
             WeightsError: If a check finds weights that differ between instances, or were written in a micro batch.
             MicroBatchError: If an instance left its loop or could not split its batch.
             CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
@@ -98,7 +98,7 @@ class WrappingModel(nn.Module):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the module; a WeightsError for a weight, and for what the model does otherwise."""
+        """Set an attribute of the module; raise WeightsError for weights and attributes that popdist replaces."""
         if "_model_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif isinstance(value, nn.Module | Parameter) or name == "module":
@@ -115,23 +115,23 @@ class WrappingModel(nn.Module):
             super().__delattr__(name)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own signature
-        """Register a buffer of the module, which must have the same values on all instances."""
+        """Register a buffer of the wrapped module, which must have the same values on all instances."""
         self.module.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
-        """Raise WeightsError: see :meth:`__setattr__`."""
+        """Raise WeightsError, because a wrapped module gets no new parameters: see :meth:`__setattr__`."""
         raise WeightsError(f"model.register_parameter({name!r}, {type(param).__name__}) {self._not_after}")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Raise WeightsError: see :meth:`__setattr__`."""
+        """Raise WeightsError, because a wrapped module gets no new modules: see :meth:`__setattr__`."""
         raise WeightsError(f"model.add_module({name!r}, {type(module).__name__}) {self._not_after}")
 
     register_module = add_module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
-        """Yield the module's parameters under the module's names."""
+        """Yield the parameters of the wrapped module under the module's names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's buffers under the module's names."""
+        """Yield the buffers of the wrapped module under the module's names."""
         return self.module.named_buffers(*args, **kwargs)
