@@ -99,7 +99,7 @@ def check_elementwise(
     *,
     asked_by: str = "ShardedOptimizer",
 ) -> frozenset[str]:
-    """Return the names of the elementwise state. Raises OptimizerError if elements are not independent."""
+    """Return the names of the elementwise state; raise OptimizerError if elements are not independent."""
     # popdist's own optimizers that may be given pieces need no check
     may_be_given_pieces = asked_by == "ShardedOptimizer" and is_piece_optimizer(optimizer_class)
     if issubclass(optimizer_class, PieceOptimizer) and may_be_given_pieces:
@@ -143,7 +143,7 @@ def _prove(
 
 
 def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
-    """Check on copies of some elements that the next step of ``optimizer`` updates each element independently."""
+    """Check on copies of some elements that the optimizer's next step updates each element independently."""
     if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
@@ -188,7 +188,7 @@ def _own_part(value: Any, parameter: Tensor, part: slice) -> Any:
 
 
 def _parts_of(whole: Tensor) -> tuple[slice, slice]:
-    """Return slices that cut a tensor into a smaller and a larger part, or into halves if the tensor is short."""
+    """Return two slices that cut a tensor into a smaller and a larger part, or in halves if it is short."""
     cut = max(whole.numel() // 4, min(64, whole.numel() // 2))
     return slice(0, cut), slice(cut, whole.numel())
 
@@ -205,7 +205,7 @@ def _make(
     settings: Mapping[str, Any],
     parameter: Parameter,
 ) -> Optimizer:
-    """Make an optimizer of one parameter, with a learning rate that is not 0."""
+    """Make an optimizer of the one ``parameter``, with a learning rate that is not 0."""
     optimizer = optimizer_class([{**settings, "params": [parameter]}], **defaults)
     if "lr" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["lr"] = _RATE
@@ -230,7 +230,7 @@ def is_known(optimizer_class: type[Optimizer]) -> bool:
 def signless_names(
     optimizer_class: type[Optimizer], defaults: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of second moments: of elementwise state that is never negative."""
+    """Return the names of the optimizer's elementwise state that is never negative, such as second moments."""
     values = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(
         1 + len(_SIZES), 2 * _EVEN, dtype=torch.float32, generator=values, device="cpu"
@@ -257,5 +257,5 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """Step without torch's hooks around a step, because this step is part of another step or of a check."""
+    """Make a step of ``optimizer`` without torch's step hooks, because it is a part of another step or a check."""
     functools.partial(step_without_hooks(type(optimizer)), optimizer)()

@@ -47,7 +47,7 @@ _ELEMENTS_AT_ONCE: Final = 1 << 19
 """Elements per call on the CPU, which fit a usual last-level cache; a multiple of 128, a block of random bits."""
 
 _ELEMENTS_OF_ACCELERATORS: Final = 1 << 24
-"""Elements per call on accelerators, so many that computing takes longer than launching a step's kernels."""
+"""Elements of one call on an accelerator, so many that computing takes longer than launching the kernels."""
 
 
 class LowPrecision(PieceOptimizer):
@@ -109,7 +109,7 @@ class LowPrecision(PieceOptimizer):
         super().__init__(params, inner | _checked(own))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimizers do.
+        """Add a group of parameters, as torch's optimizers do, and check the group's dtypes and settings.
 
         Raises:
             OptimizerError: For the reasons that the class names.
@@ -172,7 +172,7 @@ class LowPrecision(PieceOptimizer):
             }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state has this precision and belongs to the inner optimizer; else raise OptimizerError."""
+        """Raise OptimizerError if a saved state has another precision, or belongs to another inner optimizer."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             then, now = ([it.get(name) for name in ("moments", "weights")] for it in (saved, group))
             if then[0] is None:
@@ -243,7 +243,7 @@ class LowPrecision(PieceOptimizer):
     def _step_parameter(
         self, inner: "_InnerStep", group: Mapping[str, Any], parameter: Tensor, place: Place
     ) -> None:
-        """Step on ``parameter``, some elements at a time."""
+        """Update ``parameter`` by a step of the inner optimizer, some elements at a time."""
         _check_parameter(parameter, group["weights"])
         before = self.state.get(parameter, {})
         held = {
@@ -279,7 +279,7 @@ class LowPrecision(PieceOptimizer):
 
 
 class _InnerStep:
-    """A step of the inner optimizer on a group's parameters, made in several calls on some elements each."""
+    """One step of the inner optimizer on a group's parameters, made in several calls on some elements each."""
 
     def __init__(self, optimizer: Optimizer, settings: Mapping[str, Any], scale: Tensor | None) -> None:
         self.is_checked = False  # whether the next call checks that elements are independent
@@ -290,7 +290,7 @@ class _InnerStep:
         self._attributes = {} if is_known(type(optimizer)) else _attributes(optimizer)
 
     def step(self, weights: Tensor, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Step on some elements, perhaps in place; return the new weights and the new state."""
+        """Step on some elements of a parameter, perhaps in place; return the new weights and the new state."""
         inside = self._optimizer
         vars(inside).update({name: copy(value) for name, value in self._attributes.items()})
         parameter = Parameter(weights)
@@ -323,7 +323,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _may_be_fused(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings let torch choose its kernel."""
+    """Whether the settings of an optimizer let torch choose the kernel, so that it may be a fused kernel."""
     is_open = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
     return is_open and not settings.get("capturable") and not settings.get("differentiable")
 

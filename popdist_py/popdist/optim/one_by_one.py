@@ -41,7 +41,7 @@ _MOST_SIDE: Final = 8
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group: all entries except the parameters."""
+    """Return the settings of an optimizer's parameter group: all entries except the parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -71,23 +71,23 @@ class OneByOne:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the group."""
+        """The settings of the optimizer's parameter group, without the parameters."""
         return settings_of(self._inner.param_groups[0])
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer itself, without parameters."""
+        """The optimizer that makes the steps, without parameters."""
         return self._inner
 
     def first_state(self, parameter: Parameter) -> State:
-        """Return the state after a first step on ``parameter``; the step is then forgotten."""
+        """Return the optimizer's state after a first step on ``parameter``; then forget this step."""
         self.begin(self.settings)
         state = self.step(parameter, {}, 0)
         self._begin_anew()
         return state
 
     def begin(self, settings: Mapping[str, Any], **attributes: object) -> None:
-        """Begin a step with these settings of the group, and with these attributes of the optimizer."""
+        """Begin a step with these ``settings`` of the parameter group and these attributes of the optimizer."""
         for name in OF_SCALERS:
             vars(self._inner).pop(name, None)
         self._settings = dict(settings)
@@ -110,7 +110,7 @@ class OneByOne:
         return self._taken_state(parameter)
 
     def end(self) -> dict[str, Any]:
-        """End the step; return the settings after the step, empty if no step was begun."""
+        """End the step; return the group's settings after the step, or an empty dict if no step was begun."""
         if self._settings and self._after is None and not is_known(type(self._inner)):
             self._inner.param_groups[0] = {"params": [], **self._settings}
             quiet_step(self._inner)  # because an optimizer that counts its steps must count this step
@@ -134,13 +134,13 @@ class OneByOne:
         self._inner.param_groups[0]["params"] = []
 
     def _begin_anew(self) -> None:
-        """Forget all steps."""
+        """Set the optimizer back to its settings and attributes before all steps."""
         settings, attributes = self._first
         self._inner.param_groups[0] = {"params": [], **settings}
         vars(self._inner).update(attributes)
 
     def _prove(self, joint: Optimizer) -> None:
-        """Raise OptimizerError unless steps parameter by parameter give the same bits as ``joint``'s steps."""
+        """Raise OptimizerError unless steps one parameter at a time are bitwise equal to steps of ``joint``."""
         reason = next((REASONS[it.__name__] for it in type(joint).__mro__ if it.__name__ in _MIXING), None)
         together: list[Parameter] = joint.param_groups[0]["params"]
         apart = [Parameter(parameter.detach().clone()) for parameter in together]
@@ -153,7 +153,7 @@ class OneByOne:
             raise OptimizerError(f"it {reason}; {_INSTEAD}")
 
     def _train(self, joint: Optimizer, together: Sequence[Parameter], apart: Sequence[Parameter]) -> None:
-        """Make the same steps on ``together``, all parameters in one step, and on ``apart``, one after another."""
+        """Step on the parameters ``together`` at once, and on equal parameters ``apart`` one after another."""
         numbers = torch.Generator().manual_seed(0)
         if "lr" in joint.param_groups[0]:
             joint.param_groups[0]["lr"] = _RATE
@@ -169,7 +169,7 @@ class OneByOne:
 
 
 def _samples(kinds: Iterable[Kind]) -> list[Tensor]:
-    """Return small tensors like some of the parameters, at least two, with elements that are not 0."""
+    """Return small tensors, at least two, with the kinds of the parameters; their elements are not 0."""
     small = dict.fromkeys(
         (tuple(min(side, _MOST_SIDE) for side in shape), dtype, device) for shape, dtype, device in kinds
     )
@@ -187,7 +187,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of a program's own optimizer, which may count steps there; otherwise none."""
+    """Return the attributes of a program's own optimizer, which may count steps; an empty dict for torch's."""
     if is_known(type(optimizer)) or isinstance(optimizer, PieceOptimizer):
         return {}
     return {name: _copy_of(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}

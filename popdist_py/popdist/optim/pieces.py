@@ -28,7 +28,7 @@ find_extension: Final = compiled.find
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Consecutive elements of a whole parameter, in the order of memory."""
+    """A piece of a whole parameter: consecutive elements, in the order of memory."""
 
     position: int  # index of the whole parameter, counted over the parameter groups
     elements: range  # begins at a multiple of 128
@@ -41,17 +41,17 @@ class Piece:
 
 
 NodeSums: TypeAlias = Mapping[Tensor, Sequence[Sequence[float]]]
-"""Several sums over each piece; each sum has one number for each tree node over the whole parameter's blocks."""
+"""Several sums over each piece of a parameter; each sum has one number for each tree node over blocks."""
 
 WholeSums: TypeAlias = Callable[[NodeSums], Mapping[Tensor, Sequence[float]]]
 """A function from sums over pieces to sums over whole parameters; it exchanges sums between instances."""
 
 
 class PieceOptimizer(Optimizer):
-    """An optimizer that accepts pieces of parameters, and what it must know about these pieces."""
+    """An optimizer that accepts pieces of parameters, and the data that it needs about these pieces."""
 
     exchanges_norms: bool = False
-    """Whether a step needs norms of whole parameters."""
+    """Whether a step needs the norms of whole parameters, which instances must exchange."""
 
     _pieces: Mapping[Tensor, Piece] = {}
     _whole_sums: WholeSums | None = None
@@ -66,7 +66,7 @@ class PieceOptimizer(Optimizer):
             raise
 
     def place(self, pieces: Mapping[Tensor, Piece], whole_sums: WholeSums | None) -> None:
-        """Declare which parameters are pieces; ``whole_sums`` will be called once in each step."""
+        """Record which parameters are only pieces; each step will call ``whole_sums`` once."""
         self._pieces = pieces
         self._whole_sums = whole_sums
 
@@ -91,19 +91,19 @@ class PieceOptimizer(Optimizer):
         return loss
 
     def update(self) -> None:
-        """Update the parameters that have a gradient; subclasses implement it."""
+        """Update the parameters that have a gradient; a subclass implements this method."""
         raise NotImplementedError
 
     @classmethod
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """Return the names of elementwise state for a group with these settings."""
+        """Return the names of the optimizer's elementwise state for a group with these ``settings``."""
         raise NotImplementedError
 
 
 def refuse_distributed(name: str, parameters: Iterable[Tensor]) -> None:
-    """Raise OptimizerError if a parameter is a DTensor, of which an instance has no consecutive elements."""
+    """Raise OptimizerError if a parameter is a DTensor, whose local elements are not consecutive."""
     for parameter in parameters:
         if is_distributed(parameter):
             raise OptimizerError(
@@ -113,7 +113,7 @@ def refuse_distributed(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings; return each parameter's state in the saved dtypes, which torch would convert."""
+    """Load the settings of ``state_dict``; return each parameter's state in the saved dtypes, not converted."""
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -122,7 +122,7 @@ def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Ten
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return the gradient of ``parameter``; raises OptimizerError if the gradient is sparse."""
+    """Return the gradient of ``parameter``; raise OptimizerError if the gradient is sparse or missing."""
     gradient = parameter.grad
     if gradient is None or gradient.layout != torch.strided:
         raise OptimizerError(
@@ -140,7 +140,7 @@ _OWN: Final = frozenset({"popdist.optim.trust_ratio", "popdist.optim.low_precisi
 
 
 def check_number(what: str, value: object, *, minimum: float = 0.0, below: float = float("inf")) -> None:
-    """Check that ``value``, the argument ``what`` of the caller, is a number with ``minimum <= value < below``."""
+    """Raise OptimizerError unless the argument ``what`` has a ``value`` with ``minimum <= value < below``."""
     is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     if not is_number or not minimum <= as_float(value) < below:
         limit = f" and below {below:g}" if below < float("inf") else ""
@@ -148,7 +148,7 @@ def check_number(what: str, value: object, *, minimum: float = 0.0, below: float
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``tensor`` without gaps, with the dimensions in the memory order of ``parameter``; may copy."""
+    """Return ``tensor``, or a copy, without gaps and with its dimensions in the memory order of ``parameter``."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
     stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
@@ -163,12 +163,12 @@ def flat_in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flat(dense: Tensor) -> Tensor:
-    """Return a flat view of a tensor without gaps, in the order of memory."""
+    """Return a flat view of the tensor ``dense``, which has no gaps, in the order of memory."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
 def square_sums(flats: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor; for complex numbers, of absolute values."""
+    """Return the sum of the squares of each tensor's elements; for complex numbers, of absolute values."""
     arithmetic = find_extension()
     sums = [_square_sum(row, arithmetic) for row in flats]
     on_devices = [number for number in sums if isinstance(number, Tensor)]
@@ -177,13 +177,13 @@ def square_sums(flats: Sequence[Tensor]) -> list[float]:
 
 
 def node_sums(elements: Tensor, piece: Piece) -> list[float]:
-    """Return the sum of squares in each tree node of ``piece``, which has the elements ``elements``."""
+    """Return the sum of squares of each tree node of ``piece``; ``elements`` are the piece's elements."""
     start = piece.elements.start
     return square_sums([elements[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
 
 
 def runs_of_nodes(piece: Piece) -> list[range]:
-    """Return the elements of each tree node that ``piece`` covers, left to right."""
+    """Return the range of elements of each tree node (partial sum) in ``piece``, from left to right."""
     num_blocks = math.ceil(piece.num_elements / BLOCK)
     first, last = piece.elements.start // BLOCK, math.ceil(piece.elements.stop / BLOCK)
     spans = [span(node, num_blocks) for node in aligned_nodes(first, last, num_blocks)]

@@ -42,7 +42,7 @@ Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Place(NamedTuple):
-    """The place of elements in the parameters, which determines their random bits."""
+    """The place of elements in the optimizer's parameters, which determines the random bits of the elements."""
 
     position: int  # index of the parameter, counted over all parameter groups
     first: int  # number of the first element in the whole parameter, a multiple of 128
@@ -55,7 +55,7 @@ def number_of(name: str) -> int:
 
 
 def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed: int, step: int) -> None:
-    """Round ``wide`` stochastically into ``held``; seed, step, place and tensor name determine the random bits."""
+    """Round ``wide`` stochastically into ``held``; seed, step, place and name determine the random bits."""
     number, extension = number_of(name), find_extension()
     if wide.device.type != "cpu" or extension is None:
         _round_by_torch(wide, held, (step & _MASK, place.position, number), place.first, seed)
@@ -95,7 +95,7 @@ def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], 
 
 
 def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
-    """Return the random words for ``held``, a row for each block; ``first`` is the index of its first element."""
+    """Return the random words for the elements of ``held``, one row for each block of 128 elements."""
     # for float16, word w of call c belongs to element 32 w + c of a block; for bfloat16, its lower half belongs to
     # element 16 w + c, and its upper half to element 64 + 16 w + c
     num_blocks = -(-len(held) // BLOCK)

@@ -24,7 +24,7 @@ from popdist.optim.pieces import (
 )
 
 Settings: TypeAlias = Mapping[str, Any]
-"""A parameter group."""
+"""A parameter group of an optimizer: the parameters and their settings."""
 
 _CACHED_ELEMENTS: Final = 1 << 16
 """Number of elements of small tensors that are updated at once on the CPU, so that they fit its caches."""
@@ -32,7 +32,7 @@ _CACHED_ELEMENTS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedUpdate:
-    """Parameters, and for each parameter the tensor in ``measured`` whose norm is compared with its norm."""
+    """Parameters with a prepared update; the norm of each is compared with the norm of its ``measured`` tensor."""
 
     group: Settings
     parameters: list[Tensor]
@@ -40,12 +40,12 @@ class PreparedUpdate:
 
 
 class TrustRatioOptimizer(PieceOptimizer):
-    """An optimizer that scales updates by norms of whole parameters."""
+    """An optimizer that scales each parameter's update by norms over the whole parameter."""
 
     exchanges_norms = True
 
     element_names: frozenset[str]
-    """The names of elementwise state."""
+    """The names of the optimizer's elementwise state."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:  # the arguments of a subclass's constructor, by name
         settings = {
@@ -60,20 +60,20 @@ class TrustRatioOptimizer(PieceOptimizer):
         settings: Mapping[str, Any],  # noqa: ARG003 - the names are equal for all settings
         device: torch.device,  # noqa: ARG003 - the names are equal on all devices
     ) -> frozenset[str]:
-        """Return the names of elementwise state, which are equal for all settings."""
+        """Return the names of the optimizer's elementwise state, which are equal for all settings."""
         return cls.element_names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as torch's optimizers do; raises OptimizerError if a setting is invalid."""
+        """Add a group of parameters, as torch's optimizers do; raise OptimizerError if a setting is invalid."""
         self.check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise OptimizerError if a setting of a group is out of its range."""
+        """Raise OptimizerError if a setting of a parameter group is out of its range."""
         raise NotImplementedError
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return tensors whose norms are needed; ``gradients`` are already negated if the group maximizes."""
+        """Return for each parameter the tensor whose norm is needed in addition to the weights' norm."""
         raise NotImplementedError
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
@@ -81,7 +81,7 @@ class TrustRatioOptimizer(PieceOptimizer):
         raise NotImplementedError
 
     def update(self) -> None:
-        """Update the parameters that have a gradient; first the parameters whose norms need an exchange."""
+        """Update the parameters that have a gradient, first those whose norms need an exchange of messages."""
         work = [(group, [it for it in group["params"] if it.grad is not None]) for group in self.param_groups]
         for _, parameters in work:
             for parameter in parameters:
@@ -126,7 +126,7 @@ class TrustRatioOptimizer(PieceOptimizer):
 
 
 def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's setting
-    """Yield groups of parameters to update at once; the grouping changes no bits."""
+    """Yield groups of parameters to update in one call; the grouping does not change the results."""
     # on the CPU torch's foreach functions loop over tensors, so it is best if the tensors of a call stay in the
     # cache
     is_on_cpu = any(parameter.device.type == "cpu" for parameter in parameters)
@@ -204,7 +204,7 @@ class LAMB(TrustRatioOptimizer):
         super().__init__(locals())
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise OptimizerError if a setting of a group is out of its range."""
+        """Raise OptimizerError if a setting of a LAMB parameter group is out of its range."""
         for name in ("lr", "eps", "weight_decay"):
             check_number(name, settings[name])
         betas = settings["betas"]
@@ -216,7 +216,7 @@ class LAMB(TrustRatioOptimizer):
             check_number("max_weight_norm", settings["max_weight_norm"], minimum=1e-300)
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Update the moments m and v, and return the update u of each parameter."""
+        """Update the moments m and v of each parameter, and return the update u of each parameter."""
         states = [self._state_of(parameter) for parameter in parameters]
         means, squares = [it["exp_avg"] for it in states], [it["exp_avg_sq"] for it in states]
         torch._foreach_add_([it["step"] for it in states], 1.0)
@@ -240,7 +240,7 @@ class LAMB(TrustRatioOptimizer):
         return updates
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Add -lr · r · u to the weights."""
+        """Add -lr · r · u to the weights, where r is the trust ratio and u the prepared update."""
         rate, limit = float(prepared.group["lr"]), prepared.group["max_weight_norm"]
         if norms is None:
             torch._foreach_mul_(prepared.measured, -rate)
@@ -309,7 +309,7 @@ class LARS(TrustRatioOptimizer):
         super().__init__(locals())
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise OptimizerError if a setting of a group is out of its range."""
+        """Raise OptimizerError if a setting of a LARS parameter group is out of its range."""
         for name in ("lr", "weight_decay", "trust_coefficient"):
             check_number(name, settings[name])
         check_number("momentum", settings["momentum"], below=1.0)
@@ -317,11 +317,11 @@ class LARS(TrustRatioOptimizer):
             raise OptimizerError("nesterov=True needs a momentum above 0: there is nothing to look ahead by")
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - LARS needs only the gradients
-        """Return ``gradients``, because LARS needs the norms of the gradients."""
+        """Return ``gradients`` unchanged, because LARS needs the norms of the gradients."""
         return gradients
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Update the momentum v and the weights."""
+        """Update the momentum v and the weights of the prepared parameters."""
         group, parameters = prepared.group, prepared.parameters
         rate, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
         rates = [rate] * len(parameters)

@@ -21,12 +21,12 @@ from popdist.optim.one_by_one import State
 from popdist.optim.pieces import flat_in_order_of
 
 Named: TypeAlias = tuple[str, Parameter]
-"""A name and the parameter of the model with this name."""
+"""A parameter of the model, with its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParameter:
-    """One parameter of the model, and this instance's shard of it."""
+    """One parameter of the model, and this instance's shard of the parameter."""
 
     name: str
     whole: Parameter
@@ -37,11 +37,11 @@ class ShardedParameter:
 
     @property
     def content(self) -> Tensor:
-        """The tensor ``whole`` without gradient, in the same memory."""
+        """The parameter ``whole`` as a tensor without autograd, in the same memory."""
         return self.whole.detach()
 
     def check(self) -> None:
-        """Check that the parameter's memory still contains the shards, and that its gradient is dense."""
+        """Raise OptimizerError if the parameter has new memory without the shards, or a sparse gradient."""
         if self.whole.data_ptr() != self.address:
             raise OptimizerError(
                 f"{self.name} was given other memory after ShardedOptimizer was made, as model.to() and "
@@ -67,7 +67,7 @@ class ShardedParameter:
 
 
 def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
-    """Cut parameters into one shard for each instance of ``group``; all instances get about as many elements."""
+    """Cut each parameter into one shard per instance; all instances get about equally many elements."""
     ranges: dict[str, list[range]] = {}
     for is_trained in (True, False):  # apart: frozen parameters make no work, but may be most of a model
         some = [pair for pair in named if pair[1].requires_grad is is_trained]
@@ -95,7 +95,7 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
 
 
 def describe(named: Sequence[Named]) -> str:
-    """Return a text that must be equal on all instances: number of parameters, digest of names and shapes."""
+    """Return a text with the number of parameters and a digest of names and shapes; equal on all instances."""
     text = "\n".join(
         f"{name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {parameter.device.type} "
         f"{parameter.requires_grad}"
@@ -130,7 +130,7 @@ def gather_state(
 
 
 def own_state(parameter: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
-    """Return this instance's part of the state of one parameter: new tensors, on the parameter's device."""
+    """Return this instance's part of the ``whole`` state of one parameter, in new tensors on its device."""
     device = parameter.whole.device
     return {
         key: parameter.shard_of(value).to(device, copy=True)
@@ -143,7 +143,7 @@ def own_state(parameter: ShardedParameter, whole: State, keys: frozenset[str]) -
 
 
 def copy_state(state: State) -> State:
-    """Return a copy of ``state`` in new memory."""
+    """Return a copy of the optimizer's ``state`` of one parameter, in new memory."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
@@ -154,7 +154,7 @@ def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.
 def _describe_all(
     sharded: Sequence[ShardedParameter], states: Mapping[Tensor, State], keys: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """Return a description of the state of each parameter, as JSON."""
+    """Return a description of the optimizer state of each parameter, as JSON values."""
     if others := set(states) - {parameter.shard for parameter in sharded}:
         raise OptimizerError(
             f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
@@ -163,7 +163,7 @@ def _describe_all(
 
 
 def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
-    """Return a description of the state as JSON; of elementwise tensors only the dtype."""
+    """Return a description of one parameter's state as JSON values; elementwise tensors give only a dtype."""
     return {
         key: ["elements", _name(value.dtype)]
         if _is_of_elements(key, value, keys, parameter.shard.shape)

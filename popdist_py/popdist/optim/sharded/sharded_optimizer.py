@@ -1,4 +1,4 @@
-"""The optimizer whose work and state the instances share: each instance updates its own part of the weights.
+"""The sharded optimizer: each instance updates its own part of the weights, and has only this part's state.
 
 An error on one instance is an error on all instances: no instance continues with weights of which a part was not
 updated, or was updated with another learning rate.
@@ -43,18 +43,18 @@ from popdist.step.checks.step_checks import is_checked
 from popdist.step.training.replicated_model import ReplicatedModel
 
 PLAIN = (bool, int, float, str, tuple, type(None))
-"""Types of settings that are shown and compared by value."""
+"""The types of optimizer settings that are shown and compared by value."""
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Return settings as the text of further arguments; only the name if the type is not in ``PLAIN``."""
+    """Return ``settings`` as text of further arguments; only the name if the value's type is not in ``PLAIN``."""
     return "".join(
         f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
     )
 
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
-    """Wait for all instances; raise an error on all instances if one failed or has other settings."""
+    """Wait for all instances; raise an error on all instances if one has failed or has other settings."""
     told = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble
@@ -73,7 +73,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
 
 
 def digest_of_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
-    """Return a digest of the settings ``names`` of an optimizer's groups; only types in ``PLAIN`` count."""
+    """Return a digest of the settings ``names`` of an optimizer's groups, of types in ``PLAIN`` only."""
     known = sorted(names)
     texts = [repr([group.get(name) for name in known if isinstance(group.get(name), PLAIN)]) for group in groups]
     return int.from_bytes(hashlib.blake2b("\n".join(texts).encode(), digest_size=7).digest(), "little")
@@ -203,7 +203,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _begin(self, group: Group, text: str) -> None:
-        """Wait for all instances; afterwards no instance reads the old weights."""
+        """Wait for all instances at the beginning of a step; afterwards no instance reads the old weights."""
         trouble: OptimizerError | None = None
         try:
             for parameter in self._sharded:
@@ -213,7 +213,7 @@ class ShardedOptimizer(Optimizer):
         report(group, text, trouble, digest_of_groups(self.param_groups, self.defaults))
 
     def _update(self) -> Exception | None:
-        """Update this instance's shards; return the error, or None."""
+        """Update this instance's shards of the parameters; return the error if the step fails, else None."""
         inside = self._completed_settings()
         if self._norms is not None:
             self._norms.begin_step()
@@ -252,7 +252,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather_state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """Return the result of ``state_dict`` on the instances that ``keep`` it; all instances must take part."""
+        """Return the whole state dict on the instances that ``keep`` it; all instances must call this."""
         check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._completed_settings().state
@@ -268,7 +268,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this instance's part of a state, which may be a state of ``optimizer_class``. No communication.
+        """Load this instance's part of a state, perhaps saved by ``optimizer_class``, without communication.
 
         Raises:
             OptimizerError: If ``state_dict`` is no state, or of another precision or another optimizer inside
@@ -300,7 +300,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def own_state(self) -> Mapping[Tensor, State]:
-        """The state that this instance has; the keys are this instance's shards of the parameters."""
+        """The optimizer state on this instance; the keys are this instance's shards of the parameters."""
         return self._completed_settings().state
 
     def remember(self) -> Callable[[], None]:
@@ -324,7 +324,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def _scaled(self, inside: Optimizer) -> Iterator[None]:
-        """Set a GradScaler's scale and found infinity on the inner optimizer, for the length of a block."""
+        """A context in which the inner optimizer has the scale and ``found_inf`` of a GradScaler."""
         handed = {name: it for name, it in vars(self).items() if name in OF_SCALERS}
         vars(inside).update(handed)
         try:
@@ -334,7 +334,7 @@ class ShardedOptimizer(Optimizer):
                 del vars(inside)[name]
 
     def _completed_settings(self) -> Optimizer:
-        """Return the optimizer of this instance's shards, with the present settings of the groups."""
+        """Return the inner optimizer of this instance's shards, with the present settings of all groups."""
         assert self._inside is not None  # noqa: S101 - every optimizer has a group
         for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
             within.update(settings_of(own))
@@ -365,7 +365,7 @@ _NUM_SUMS: Final = 2
 
 
 class NormExchange:
-    """The exchange of norms of parameters that are cut; one message in each step has all norms."""
+    """The exchange of the norms of cut parameters between instances; one message per step has all norms."""
 
     def __init__(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
         self._group = group
@@ -376,11 +376,11 @@ class NormExchange:
         self._is_over = True  # whether the exchange of this step is finished
 
     def begin_step(self) -> None:
-        """Begin a step, so that an exchange is due."""
+        """Begin a step of the optimizer: from now on one exchange of norms is due."""
         self._is_over = not self._cut
 
     def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
-        """Return sums over whole parameters, given sums over pieces; all instances must call this once a step."""
+        """Return the sums over whole parameters from the sums over pieces; all instances call this once a step."""
         if self._is_over:
             return {}
         received = self._gather([0.0, *self._numbers_of(own)])
@@ -405,12 +405,12 @@ class NormExchange:
         return totals
 
     def end_step(self) -> None:
-        """Take part in the exchange if this instance failed before the exchange, because other instances wait."""
+        """Take part in the step's exchange of norms if this instance failed before, because others wait for it."""
         if not self._is_over:
             self._gather([1.0])
 
     def _numbers_of(self, own: NodeSums) -> list[float]:
-        """Return the numbers that this instance sends: zeros, not read, for parameters without a gradient."""
+        """Return the numbers that this instance sends: zeros for parameters without a gradient."""
         mine = self._group.backend.instance_index
         numbers: list[float] = []
         for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):
@@ -434,7 +434,7 @@ class NormExchange:
 
 
 def pieces_of(sharded: Sequence[ShardedParameter]) -> dict[Tensor, Piece]:
-    """Return, for each shard of this instance, which piece of the whole parameter it is."""
+    """Return, for each shard of this instance, its ``Piece``: the elements that it has of a whole parameter."""
     return {
         parameter.shard: Piece(position=position, elements=parameter.mine, num_elements=parameter.whole.numel())
         for position, parameter in enumerate(sharded)

@@ -25,14 +25,14 @@ from popdist.step.checks.optimizer_checks import reserve
 
 
 class WeightCopies:
-    """The copies of one optimizer's parameters."""
+    """The copies of one sharded optimizer's parameters, one for each host or each instance."""
 
     def __init__(self) -> None:
         self._shared: set[int] = set()
         self._exchanges: list[ShardExchange] | None = None
 
     def share(self, group: Group, named: Sequence[Named], owner: object) -> None:
-        """Move parameters into memory that the instances of a host share."""
+        """Move the parameters ``named`` into memory that all instances of a host share."""
         host = host_group_of(group.backend)
         if host is not None:
             shared = share_weights(group, host, named)
@@ -41,7 +41,7 @@ class WeightCopies:
         self._exchanges = None
 
     def update(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
-        """Write the elements that each instance has updated into all copies; wait for no instance of this host."""
+        """Write each instance's updated elements into all copies, without waiting for this host's instances."""
         if self._exchanges is None:
             inside = [parameter for parameter in sharded if id(parameter.whole) in self._shared]
             apart = [parameter for parameter in sharded if id(parameter.whole) not in self._shared]
@@ -57,7 +57,7 @@ def _exchanges(sharded: Sequence[ShardedParameter], backend: Backend) -> list[Sh
 
 
 def _peers(backend: Backend) -> Backend:
-    """Return the instances with the same index on their hosts as this instance, one for each host."""
+    """Return the group of instances, one per host, that have the same index on their hosts as this instance."""
     host = host_group_of(backend)
     if host is None:
         return backend
@@ -69,7 +69,7 @@ _LINE_BYTES: Final = 64
 
 @torch.no_grad()
 def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list[Parameter]:
-    """Make parameters views of one copy on each host, with the values of the host's first instance."""
+    """Make the parameters views of one copy per host, with the values of the host's first instance."""
     flats = [
         (parameter, flat_view(parameter.detach(), name))
         for name, parameter in named
@@ -97,7 +97,7 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
 
 
 def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedBlock | None:
-    """Allocate shared memory of this host; return None on all instances if one host has no room."""
+    """Allocate shared memory for a copy on this host; return None on all instances if one host lacks memory."""
     _release_unused(group, host)
     block = None
     try:
@@ -114,21 +114,21 @@ def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """Shared memory of weights, with the function that releases this instance's part of the memory."""
+    """The shared memory of a copy of weights, and the function that releases this instance's part of it."""
 
     storage: StorageWeakRef
     release: Callable[[], None]
 
 
 _copies: Final[weakref.WeakKeyDictionary[HostGroup, list[_Copy]]] = weakref.WeakKeyDictionary()
-"""The copies of each group, in the same order on all instances of the group."""
+"""The copies of weights of each host group, in the same order on all instances of the group."""
 
 _MOST_LOOKED_AT: Final = 48
-"""Maximum number of copies in one exchange, because each copy is a bit of one number."""
+"""Maximum number of copies in one exchange, because each copy is one bit of a 64-bit number."""
 
 
 def _release_unused(group: Group, host: HostGroup) -> None:
-    """Release the copies of earlier optimizers that no instance of the host reads any more."""
+    """Release the weight copies of earlier optimizers that no instance of the host reads any more."""
     copies = _copies.get(host, [])
     unused = sum(1 << i for i, weights in enumerate(copies[:_MOST_LOOKED_AT]) if weights.storage.expired())
     told = group.start("ShardedOptimizer, which copies before are unused", [unused]).wait()
