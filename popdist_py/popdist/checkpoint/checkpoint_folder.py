@@ -20,7 +20,7 @@ LAST_STEP: Final = 10**_DIGITS - 1
 
 
 def name_of(path: object) -> str:
-    """Return the path of a folder as text. Raises CheckpointError if ``path`` is no path."""
+    """Return the path of a folder as text; raise CheckpointError if ``path`` is no path."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"{path!r} is no folder: expected its path as a str or a pathlib.Path")
     return str(os.fspath(path))
@@ -32,7 +32,7 @@ def directory_of(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of all checkpoints in ``folder``, ascending; an empty list if ``folder`` does not exist."""
+    """Return the steps of all checkpoints in ``folder``, ascending; an empty list if there is no ``folder``."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - only names are needed, no paths
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make and return an empty directory for the checkpoint of ``step``; only one job at a time may do so."""
+    """Make and return an empty directory for the checkpoint of ``step``; only one job at a time may call this."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for parent in (path.parent for path in missing):
@@ -56,7 +56,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Return the directory in which the checkpoint of ``step`` is written before it is complete."""
+    """Return the directory in which the checkpoint of ``step`` is written until it is complete."""
     return folder / f".{directory_of(folder, step).name}.partial"
 
 

@@ -20,11 +20,11 @@ Json = Any
 
 _MAPPINGS: Final[dict[str, type]] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
 _ATTRIBUTES: Final = "attributes"
-"""The JSON member with the attributes of an ordered dict, where torch keeps versions of a module's layers."""
+"""The JSON member for the attributes of an OrderedDict, in which torch stores versions of a module's layers."""
 
 
 def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
-    """Return ``state`` as JSON, and put its tensors into ``tensors``, with names made of ``place`` and keys."""
+    """Return ``state`` as JSON; put each tensor of it into the dict ``tensors``, named by ``place`` and keys."""
     if state is None or isinstance(state, bool | int | str):
         return state
     if isinstance(state, float):
@@ -49,7 +49,7 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that :func:`encode` turned into ``value``, with the tensors (or forms) in ``tensors``."""
+    """Return the state that :func:`encode` encoded as ``value``, with the tensors (or forms) in ``tensors``."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
 
 
 def tensors_of(value: Json) -> set[str]:
-    """Return the names of the tensors that decoding ``value`` needs."""
+    """Return the names of the tensors that decoding the JSON ``value`` needs."""
     if isinstance(value, dict) and isinstance(value.get("tensor"), str):
         return {value["tensor"]}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -76,7 +76,7 @@ def tensors_of(value: Json) -> set[str]:
 
 
 def entries_of(value: Json) -> list[list[Json]] | None:
-    """Return the keys and values of an encoded mapping; None if ``value`` is no encoded mapping."""
+    """Return the keys and values of a mapping encoded as JSON; None if ``value`` is no encoded mapping."""
     if not isinstance(value, dict):
         return None
     tag, content = next(iter(value.items()))
@@ -84,12 +84,12 @@ def entries_of(value: Json) -> list[list[Json]] | None:
 
 
 def with_entries(mapping: Json, entries: list[list[Json]]) -> Json:
-    """Return an encoded mapping that has the type of ``mapping`` and the entries ``entries``."""
+    """Return an encoded mapping with the type of ``mapping`` and with these ``entries``."""
     return {**mapping, next(iter(mapping)): entries}
 
 
 def union(first: Json, other: Json) -> Json:
-    """Join two encoded mappings recursively; where both have a value, keep the value of ``first``."""
+    """Join two encoded mappings recursively; for a key that both have, keep the value of ``first``."""
     mine, theirs = entries_of(first), entries_of(other)
     if mine is None or theirs is None:
         return first

@@ -38,7 +38,7 @@ from popdist.phases.phase_store import PhaseStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The checkpoint that was loaded.
+    """The checkpoint that :func:`load_latest` has loaded.
 
     Attributes:
         path: Directory of the checkpoint.
@@ -109,7 +109,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
 
 
 def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
-    """Yield the undamaged checkpoints, last checkpoint first. Raises CheckpointError if no checkpoint is left."""
+    """Yield the undamaged checkpoints, last checkpoint first; raise CheckpointError if all are damaged."""
     steps: list[int] = []
     with together(group, call):
         if is_writer(group):
@@ -138,7 +138,7 @@ def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
 
 
 def _damage_of_files(group: Group, call: str, directory: Path, found: Manifest) -> str:
-    """Check this instance's share of the files, and return the damage as text; an empty text if there is none."""
+    """Check this instance's share of the checkpoint's files; return the damage as text, empty if there is none."""
     contract = context.environment().contract
     damage = ""
     with together(group, f"{call}, its files"):
@@ -161,7 +161,7 @@ def _check_sees(directory: Path) -> None:
 
 
 def _is_damaged(group: Group, call: str, damage: str, directory: Path) -> bool:
-    """Whether any instance has found damage in the checkpoint in ``directory``; instance 0 warns of the damage."""
+    """Whether any instance has found ``damage`` in the checkpoint in ``directory``; instance 0 warns of it."""
     told = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
     found = next(filter(None, told), None)
     if found and is_writer(group):
@@ -188,7 +188,7 @@ def _parts(
     found: Manifest,
     where: Path,
 ) -> dict[str, Json]:
-    """Return this instance's part of each encoded state. Raises CheckpointError if a state does not fit."""
+    """Return this instance's part of each encoded state; raise CheckpointError if a state does not fit."""
     contract, owned = context.environment().contract, owned_of(named)
     everybody = [owned]  # this instance must be first
     if contract.parallelism.is_shared:
@@ -216,7 +216,7 @@ def _read_all(
     found: Manifest,
     stores: list[PhaseStore],
 ) -> dict[str, Tensor] | None:
-    """Return the tensors in ``wanted``, and write tensors of stores to their places; None if reading fails.
+    """Return the ``wanted`` tensors, and write some of them into stores of phased models; None if reading fails.
 
     After the first write the stores are torn, which means in the middle of a step.
     """
@@ -240,7 +240,7 @@ def _read_all(
 def _read(
     group: Group, call: str, where: Path, wanted: Mapping[str, Wanted], found: Manifest
 ) -> dict[str, Tensor] | None:
-    """Return the tensors in ``wanted``; None on all instances if the tensors cannot be read.
+    """Return the tensors in ``wanted``; None on all instances if one instance cannot read them.
 
     If a piece is the same in all replicas, the first replica reads the piece and sends it to the other replicas.
     """
@@ -270,7 +270,7 @@ def _read(
 
 
 def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[TensorPiece, Tensor]]) -> None:
-    """Overwrite each tensor in ``reads`` with the tensor's piece of the saved tensor."""
+    """Overwrite each tensor in ``reads`` with its piece of the saved tensor of the same name."""
     for name in reads.keys() & found.stored.keys():
         for it in found.stored[name]:
             if it.file not in found.files:
@@ -283,7 +283,7 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
 
 
 def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the states on all instances; if any instance fails, restore all objects except the modules."""
+    """Load ``states`` into ``things`` on all instances; if one fails, restore all objects except the modules."""
     undo = None
     try:
         with together(group, f"{call}, loading"):

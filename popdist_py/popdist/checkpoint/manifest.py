@@ -30,7 +30,7 @@ FORMAT_WITH_STORES: Final = 3
 
 MANIFEST: Final = "manifest.json"
 TENSORS: Final = "tensors"
-"""The directory of the tensors' files."""
+"""The name of the directory of the files with tensors."""
 
 _CPU_NAMES: Final = ("model name", "cpu model", "CPU part")
 """The names with which ``/proc/cpuinfo`` describes the kind of CPU, on different architectures."""
@@ -41,11 +41,11 @@ PARTS: Final = "parts of a replica"
 """The name of the condition that says how several instances share a replica."""
 
 Conditions = dict[str, str | int]
-"""The conditions on which the bits of a training depend; a key is a name such as ``threads per replica``."""
+"""The conditions that determine the bits of a training, by name, such as ``threads per replica``."""
 
 
 def current_conditions() -> Conditions:
-    """Return the present conditions of this instance."""
+    """Return the conditions, such as versions and CPU, that determine the bits of a training here and now."""
     # the query of an accelerator that the job does not use would start the accelerator
     device = context.device() if accelerator.type_in_use() else torch.device("cpu")
     return {
@@ -62,7 +62,7 @@ def current_conditions() -> Conditions:
 
 
 def differences(before: Conditions, now: Conditions) -> list[str]:
-    """Return a text for each condition that has changed; skip a condition that only one of both dicts has."""
+    """Return a text for each condition that both dicts have with different values."""
     return [
         f"{name}: {before[name]} then, {now[name]} now"
         for name in now
@@ -87,12 +87,12 @@ def _cpu_kind() -> str:
 
 
 class DamagedError(Exception):
-    """The error that a checkpoint has changed since it was written; the message says what has changed."""
+    """The error for a checkpoint that has changed since it was written; the message names what has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything in a checkpoint except the values of its tensors."""
+    """The manifest of a checkpoint: everything except the values of tensors."""
 
     step: int
     conditions: Conditions
@@ -106,13 +106,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, found: Json) -> Self:
-        """Make the manifest from the JSON that :meth:`to_json` returned."""
+        """Make a manifest from the JSON that :meth:`to_json` returned."""
         forms = {name: TensorForm.from_json(form) for name, form in found["forms"].items()}
         stored = {name: [*map(StoredPiece.from_json, them)] for name, them in found.get("stored", {}).items()}
         return cls(**{name: found[name] for name in _PLAIN}, forms=forms, stored=stored)
 
     def to_json(self) -> Json:
-        """Return the manifest as JSON."""
+        """Return the manifest as a JSON value, for :meth:`from_json`."""
         found = {name: getattr(self, name) for name in _PLAIN}
         forms = {name: form.to_json() for name, form in self.forms.items()}
         stored = {name: [it.to_json() for it in them] for name, them in self.stored.items()}
@@ -120,7 +120,7 @@ class Manifest:
 
 
 _PLAIN: Final = ("step", "conditions", "states", "values", "files")
-"""The fields of a manifest that are JSON already."""
+"""The fields of a manifest that are JSON values already."""
 
 
 def write(directory: Path, manifest: Manifest) -> None:
@@ -132,7 +132,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """Read the manifest of the checkpoint in ``directory``. Raises DamagedError if the manifest has changed."""
+    """Read the manifest of the checkpoint in ``directory``; raise DamagedError if the manifest has changed."""
     try:
         whole = json.loads((directory / MANIFEST).read_bytes())
         if whole["format"] not in (FORMAT, FORMAT_WITH_STORES):
@@ -149,7 +149,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, digests: Mapping[str, str]) -> None:
-    """Check that each file in ``digests`` is unchanged. Raises DamagedError if a digest differs."""
+    """Raise DamagedError if a file of the checkpoint in ``directory`` does not have its digest in ``digests``."""
     for name, digest in digests.items():
         try:
             if "/" in name or not stat.S_ISREG((directory / TENSORS / name).lstat().st_mode):

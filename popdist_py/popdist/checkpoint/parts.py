@@ -20,7 +20,7 @@ Names: TypeAlias = list[list[str]]
 
 
 def keys_of(module: nn.Module) -> dict[str, str]:
-    """Return, for each key of a module's state, the name of the entry in the whole model.
+    """Return a dict from each key of a module's state dict to the name of the entry in the whole model.
 
     The numbers in a ``ModuleList`` are left out if its members have different keys, as the stages of a pipeline
     do.
@@ -40,7 +40,7 @@ def rename_keys(state: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[st
 
 
 def parameter_names(named: Mapping[str, object]) -> dict[int, str]:
-    """Return the names of the parameters of all modules in ``named``; the key is the ``id()`` of the parameter."""
+    """Return the names of the parameters of all modules in ``named``; the key is the parameter's Python id."""
     modules = [(name, thing) for name, thing in sorted(named.items()) if isinstance(thing, nn.Module)]
     found: dict[int, str] = {}
     for prefix, module in modules:
@@ -57,7 +57,7 @@ def names_of(optimizer: Optimizer, names: Mapping[int, str]) -> Names | None:
 
 
 def name_parameters(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return an optimizer's state with the names of parameters instead of their numbers."""
+    """Return an optimizer's state dict with the names of parameters in place of the parameters' numbers."""
     flat = [name for group in names for name in group]
     groups = [
         {key: value for key, value in group.items() if key != "param_names"} | {"params": mine}
@@ -68,7 +68,7 @@ def name_parameters(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def join_optimizers(name: str, states: Mapping[int, Json]) -> Json:
-    """Return the state of the optimizer ``name`` for all parameters, joined from the ``states`` of instances."""
+    """Return the whole state of the optimizer ``name``, joined from the ``states`` of a replica's instances."""
     first, *others = states
     joined = states[first]
     groups = _groups(joined)
@@ -87,7 +87,7 @@ def join_optimizers(name: str, states: Mapping[int, Json]) -> Json:
 
 
 def cut_module(saved: Json, keys: Mapping[str, str]) -> Json:
-    """Return this instance's entries of the saved state of a whole module, with the keys of this instance."""
+    """Return this instance's entries of the saved state of a whole module, under this instance's keys."""
     entries = dict(entries_of(saved) or ())
     return with_entries(saved, [[key, entries[name]] for key, name in keys.items()])
 
@@ -113,7 +113,7 @@ def cut_optimizer(saved: Json, own: Names | None) -> Json:
 
 
 def cut_randomness(saved: Json, index: int) -> Json:
-    """Return the saved random state of each replica for the instance with this ``index`` in its replica."""
+    """Return each replica's saved random state for the instance with this ``index`` in the replica."""
     entries = entries_of(saved) or ()
     return with_entries(
         saved, [[replica_of(key), state] for key, state in entries if key == place(replica_of(key), index)]
@@ -126,7 +126,7 @@ def place(replica: str, index: int) -> str:
 
 
 def replica_of(place: str) -> str:
-    """Return the replica in the name ``place`` of a random state."""
+    """Return the replica (a number as text) whose random state has the name ``place``."""
     return place.partition(".")[0]
 
 

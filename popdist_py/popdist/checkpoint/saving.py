@@ -88,7 +88,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
 def _encode(
     named: Mapping[str, object], gathered: Mapping[str, Any]
 ) -> tuple[dict[str, Json], dict[str, Json], dict[str, Tensor]]:
-    """Return this instance's states and values as JSON, and the tensors of both."""
+    """Return the states and the values of the objects in ``named`` as JSON, and the tensors of both."""
     tensors: dict[str, Tensor] = {}
     must_have_names = context.environment().contract.parallelism.is_shared
     found = states_of(named, gathered, must_have_names=must_have_names)
@@ -100,7 +100,7 @@ def _encode(
 def _join(
     group: Group, call: str, named: Mapping[str, object], states: dict[str, Json], tensors: Mapping[str, Tensor]
 ) -> tuple[WritePlan, dict[str, Json]]:
-    """Return a plan that says which instance writes which tensor, and the states (on instance 0 of all instances).
+    """Return the plan of which instance writes which tensor, and the states (on instance 0 of all instances).
 
     The plan is the same on all instances. Modules and optimizers are joined from the instances of the first
     replica; other states are the states of instance 0.
@@ -153,7 +153,7 @@ def _write(
     named: Mapping[str, object],
     own: Mapping[str, Tensor],
 ) -> None:
-    """Write the checkpoint; this instance writes its ``own`` tensors. If an instance fails, remove everything."""
+    """Write the checkpoint, this instance its ``own`` tensors; if an instance fails, remove the checkpoint."""
     directory, written = checkpoint_folder.partial_of(folder, described.step), b""
     copies = StoreCopies(named, own, group.backend.instance_index)
     pieces = {name: (described.forms[name], it) for name, it in own.items() if name not in copies.places}
@@ -183,7 +183,7 @@ def _write(
 
 @contextmanager
 def _explained(folder: Path, step: int) -> Iterator[None]:
-    """Return a context that turns a system error into a CheckpointError about the checkpoint of ``step``."""
+    """A context that turns a system error into a CheckpointError about the checkpoint of ``step``."""
     try:
         yield
     except OSError as error:
@@ -231,7 +231,7 @@ def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[str
 
 
 def _choose_step(path: Path, step: int | None) -> int:
-    """Return the step of the new checkpoint; remove damaged checkpoints that have this step or a greater step."""
+    """Return the step of the new checkpoint; remove damaged checkpoints of this step or a greater step."""
     present = checkpoint_folder.steps_in(path)
     if step is None and present and present[-1] == checkpoint_folder.LAST_STEP:
         raise CheckpointError(

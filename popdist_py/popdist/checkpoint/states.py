@@ -32,30 +32,30 @@ from popdist.optim.sharded.sharded_optimizer import ShardedOptimizer
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that is saved by its state, such as a module, an optimizer, a scheduler, a loader, or your own."""
+    """An object that a checkpoint saves by its state, such as a module, an optimizer, a scheduler or a loader."""
 
     def state_dict(self) -> Any:
-        """Return the state that a later run needs to continue."""
+        """Return the object's state, which a later run needs to continue."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Continue from ``state_dict``, which :meth:`state_dict` has returned before."""
+        """Load ``state_dict``, which :meth:`state_dict` has returned before, and continue from this state."""
 
 
 def stateful_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """Return the objects in ``named`` that have a state; all other objects are plain values."""
+    """Return the objects in ``named`` that have a ``state_dict``; all other objects are plain values."""
     return {
         name: thing for name, thing in named.items() if isinstance(thing, Stateful) and not isinstance(thing, type)
     }
 
 
 def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """Return the random states of this instance's replicas, for each model in ``named``."""
+    """Return the random states of the local replicas of each model in ``named``, as ``NAME.randomness``."""
     found = [(name, getattr(thing, "randomness", None)) for name, thing in named.items()]
     return {f"{name}.randomness": it for name, it in found if isinstance(it, ReplicaRandomness)}
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather sharded optimizers' states from all replicas; instances without ``keep`` get no parameter states."""
+    """Gather the state dicts of sharded optimizers; only instances with ``keep`` get parameter states."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
@@ -63,7 +63,7 @@ def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict
 def states_of(
     named: Mapping[str, object], gathered: Mapping[str, Any], *, must_have_names: bool
 ) -> dict[str, Any]:
-    """Return the states of the objects in ``named``; optimizer states have parameter names, if names are known."""
+    """Return the state dicts of the objects in ``named``; an optimizer's parameters get names, if known."""
     names = parameter_names(named)
     states: dict[str, Any] = {}
     for name, thing in stateful_of(named).items():
@@ -95,7 +95,7 @@ def join_states(named: Mapping[str, object], states: Mapping[int, Mapping[str, J
 
 
 Owned: TypeAlias = dict[str, Any]
-"""An instance's keys of each module, and an instance's parameter names of each optimizer (None if unknown)."""
+"""The keys that an instance has of each module, and its parameter names of each optimizer (None if unknown)."""
 
 
 def owned_of(named: Mapping[str, object]) -> Owned:
@@ -113,9 +113,9 @@ def owned_of(named: Mapping[str, object]) -> Owned:
 def check_fits(
     things: Mapping[str, Stateful], states: Mapping[str, Any], everybody: Sequence[Owned], where: str
 ) -> None:
-    """Check that the saved ``states`` fit the modules and optimizers in ``things``, before anything is changed.
+    """Raise CheckpointError if the saved ``states`` do not fit the modules and optimizers in ``things``.
 
-    ``states`` have forms instead of tensors; ``everybody`` has the keys and names of every instance.
+    ``states`` have forms in place of tensors; ``everybody`` has the keys and names of every instance.
     """
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
@@ -140,7 +140,7 @@ def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> J
 
 
 def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> dict[str, Wanted]:
-    """Return how to load each tensor in ``part``: whole, as a piece of a DTensor, or into a store."""
+    """Return for each tensor in ``part`` how to load it: whole, as a piece of a DTensor, or into a store."""
     likes: list[tuple[Json, Any, Any]] = [(part, None, None)]
     if isinstance(thing, nn.Module):
         own = thing.state_dict(keep_vars=True)
@@ -166,7 +166,7 @@ def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> d
 
 
 def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:
-    """Return each value of an optimizer's state, its parameter (for the placement), and its tensor in a store."""
+    """Return each value of an optimizer's state with its parameter (for placement) and its tensor in a store."""
     if store_of(optimizer) is None:
         return [(state, parameter, None)]
     stored = optimizer.mapped_state(parameter)
@@ -174,7 +174,7 @@ def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json
 
 
 def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
-    """Load each state, modules last. Return a function that restores all objects except the modules."""
+    """Load each state into its object, modules last; return a function that restores all but the modules."""
     before: list[Callable[[], object]] = []
 
     def undo() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from popdist.phases.store_file import StoreFile
 
 BATCH_BYTES: Final = 16 << 20
-"""The number of bytes that are read before they are written into a store; a larger tensor is read alone."""
+"""Number of bytes that are read at once before they are written into a store; a larger tensor is read alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,13 @@ class StoredPiece:
 
     @classmethod
     def from_json(cls, value: Json) -> Self:
-        """Make the piece from the list that :meth:`to_json` returned."""
+        """Make a stored piece from the list that :meth:`to_json` returned."""
         file, start, offsets, sizes, stride = value
         piece = TensorPiece(offsets=tuple(offsets), sizes=tuple(sizes))
         return cls(file=file, start=start, piece=piece, stride=tuple(stride))
 
     def to_json(self) -> Json:
-        """Return the piece as a list."""
+        """Return the stored piece as a list, for :meth:`from_json`."""
         return [self.file, self.start, self.piece.offsets, self.piece.sizes, self.stride]
 
     def read(self, directory: Path, dtype: torch.dtype, piece: TensorPiece, tensor: Tensor) -> None:
@@ -67,19 +67,19 @@ def _within(piece: TensorPiece, starts: Sequence[int], ends: Sequence[int]) -> t
 
 
 def store_of(thing: object) -> PhaseStore | None:
-    """Return the store of a model in phases, or of its optimizer; None for another object."""
+    """Return the store of a phased model or of its optimizer; None for any other object."""
     store = getattr(thing, "store", None)
     return store if isinstance(store, PhaseStore) else None
 
 
 def stores_of(named: Mapping[str, object]) -> list[PhaseStore]:
-    """Return the stores of all objects in ``named``, in the order of the names, and each store once."""
+    """Return the stores of all phased models in ``named``, sorted by name, each store once."""
     found = [store for _, thing in sorted(named.items()) if (store := store_of(thing)) is not None]
     return list(dict.fromkeys(found))
 
 
 def check_whole(named: Mapping[str, object]) -> None:
-    """Check that each object in ``named`` has finished its step. Raises CheckpointError if a step is half made."""
+    """Raise CheckpointError if an object in ``named`` is in the middle of a step, with a store half written."""
     for name, thing in named.items():
         store = store_of(thing)
         if store is not None and store.is_torn:
@@ -90,7 +90,7 @@ def check_whole(named: Mapping[str, object]) -> None:
 
 
 class StoreCopies:
-    """The files of stores that a checkpoint copies as a whole, and the places of tensors in these files."""
+    """The files of phased models' stores that a checkpoint copies, and the places of tensors in these files."""
 
     def __init__(self, named: Mapping[str, object], tensors: Mapping[str, Tensor], instance: int) -> None:
         stores = stores_of(named)
@@ -105,7 +105,7 @@ class StoreCopies:
                 self.places[name] = StoredPiece(file=label, start=start, piece=piece, stride=part.stride())
 
     def write(self, directory: Path) -> Json:
-        """Copy the files into ``directory``, and return the digests and places for :func:`join_copies`."""
+        """Copy the stores' files into ``directory``; return the digests and places for :func:`join_copies`."""
         digests = {label: file.copy_to(directory / label) for file, label in self._files.items()}
         return [digests, {name: it.to_json() for name, it in self.places.items()}]
 
@@ -139,7 +139,7 @@ def batches(wanted: Mapping[str, Wanted]) -> Iterator[dict[str, Wanted]]:
 def write_into_stores(
     stores: list[PhaseStore], wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write ``tensors`` to their places in the stores, but only on the first instance of a host."""
+    """Write ``tensors`` to their places in the stores, only on the first instance of each host."""
     for name, it in wanted.items():
         part = local_part(it.into)
         for store in stores:

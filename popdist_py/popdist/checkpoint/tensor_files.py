@@ -43,7 +43,7 @@ from popdist.checkpoint.tensor_pieces import TensorPiece, piece_of
 from popdist.ground.local_tensors import TensorForm, local_part
 
 INDEX: Final = ".metadata"
-"""The file name of DCP's index."""
+"""The file name of the index of a DCP directory."""
 
 _INDEX_TYPES: Final = frozenset(
     {
@@ -82,7 +82,7 @@ def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[Ten
 
 
 def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
-    """Write the index of the pieces that all instances have written, and return the digests of all files."""
+    """Write DCP's index of the pieces that all instances have written; return the digests of all files."""
     items, results, digests = zip(*(_IndexUnpickler(io.BytesIO(it)).load() for it in written), strict=True)
     _, metadata = create_default_global_save_plan([SavePlan(mine) for mine in items])
     FileSystemWriter(directory, sync_files=False).finish(metadata, list(results))
@@ -129,7 +129,7 @@ class _PieceWriter(DefaultSavePlanner):
         self.state_dict = dict(pieces)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the piece that ``write_item`` names."""
+        """Return this instance's piece of the tensor that ``write_item`` names."""
         piece: Tensor = self.state_dict[write_item.index.fqn]
         return piece.resolve_conj().resolve_neg()
 
@@ -149,10 +149,10 @@ class _PieceReader(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader, but with an unpickler that allows only the types of an index."""
+    """DCP's reader of a directory, with an unpickler that allows only the types of an index."""
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
-        """Read and return DCP's index. Raises UnpicklingError if the file is no index."""
+        """Read and return DCP's index; raise UnpicklingError if the file is no index."""
         with Path(self.path, INDEX).open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
@@ -164,7 +164,7 @@ class _IndexUnpickler(pickle.Unpickler):
     """An unpickler that allows only dtypes and the types of an index or of an instance's results."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return a dtype or a type of an index. Raises UnpicklingError for any other name."""
+        """Return a dtype or a type of an index; raise UnpicklingError for any other name."""
         if (module_name, global_name) == ("builtins", "getattr"):
             return _member_of
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
@@ -174,7 +174,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member_of(enumeration: object, name: str) -> Enum:
-    """Return a member of an enumeration; Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``."""
+    """Return the member ``name`` of an enumeration; Python 3.11.0 to 3.11.3 pickle members by ``getattr``."""
     if isinstance(enumeration, EnumType) and name in enumeration.__members__:
         member: Enum = enumeration.__members__[name]
         return member
@@ -183,7 +183,7 @@ def _member_of(enumeration: object, name: str) -> Enum:
 
 @contextmanager
 def _system_errors() -> Iterator[None]:
-    """Return a context that raises the OSError behind an error of torch, because torch hides the reason."""
+    """A context that raises the OSError behind an error of torch, because torch hides the reason."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The pieces of tensors: which instance writes which piece, and which piece an instance loads."""
+"""Pieces of tensors: the plan of which instance writes which piece, and the piece that an instance loads."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from popdist.ground.local_tensors import TensorForm, is_distributed, local_part,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """A part of a tensor: the part's offset and size in each dimension."""
+    """A rectangular piece of a tensor: the offset and the size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -32,7 +32,7 @@ class TensorPiece:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements in the piece."""
+        """Number of elements in the piece of the tensor."""
         return prod(self.sizes)
 
     def empty(self, form: TensorForm) -> Tensor:
@@ -43,7 +43,7 @@ class TensorPiece:
 
 
 def piece_of(tensor: Any) -> TensorPiece:
-    """Return the local piece of a DTensor, perhaps without elements; for any other tensor the whole tensor."""
+    """Return the local piece of a DTensor, which may be empty; for any other tensor the whole tensor."""
     if not is_distributed(tensor):
         return TensorPiece.whole(tensor.shape)
     if tensor.device_mesh.get_coordinate() is None:  # the DTensor is only on other instances
@@ -54,7 +54,7 @@ def piece_of(tensor: Any) -> TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The piece of a tensor on one instance; ``total`` is a checksum, given if instances may have copies."""
+    """The piece of a tensor that one instance has; ``total`` is a checksum, given if instances may have copies."""
 
     form: TensorForm
     piece: TensorPiece
@@ -62,18 +62,18 @@ class Held:
 
     @classmethod
     def from_json(cls, value: Json) -> Self:
-        """Make the object from the list that :meth:`to_json` returned."""
+        """Make a ``Held`` from the list that :meth:`to_json` returned."""
         form, offsets, sizes, total = value
         piece = TensorPiece(offsets=tuple(offsets), sizes=tuple(sizes))
         return cls(form=TensorForm.from_json(form), piece=piece, total=total)
 
     def to_json(self) -> Json:
-        """Return the object as a list."""
+        """Return the form, the piece and the checksum as a list, for :meth:`from_json`."""
         return [self.form.to_json(), self.piece.offsets, self.piece.sizes, self.total]
 
 
 def held_of(tensors: Mapping[str, Tensor], totals: Mapping[str, int]) -> dict[str, Held]:
-    """Return the piece of each tensor that this instance has, without DTensors of which it has no element."""
+    """Return the piece that this instance has of each tensor; leave out DTensors without a local element."""
     held = {
         name: Held(form=TensorForm.of(tensor), piece=piece_of(tensor), total=totals.get(name))
         for name, tensor in tensors.items()
@@ -83,14 +83,14 @@ def held_of(tensors: Mapping[str, Tensor], totals: Mapping[str, int]) -> dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
-    """The forms of all tensors, and for each instance the names of the tensors that the instance writes."""
+    """The plan of a save: the forms of all tensors, and for each instance the names of tensors to write."""
 
     forms: dict[str, TensorForm]
     writes: list[list[str]]
 
 
 def plan_writes(everybody: Iterable[Mapping[str, Held]]) -> WritePlan:
-    """Return a plan: the first instance with a piece writes it. Raises CheckpointError if pieces do not fit."""
+    """Return a plan: the first instance with a piece writes it. Raise CheckpointError if pieces do not fit."""
     forms: dict[str, TensorForm] = {}
     first: dict[tuple[str, TensorPiece], tuple[int, int | None]] = {}
     holders: dict[str, int] = {}
@@ -143,7 +143,7 @@ class Wanted:
 
     @property
     def piece(self) -> TensorPiece:
-        """The piece of the tensor that is loaded."""
+        """The piece of the tensor that this instance loads."""
         return TensorPiece.whole(self.form.shape) if self.like is None else piece_of(self.like)
 
     def placed(self, piece: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps that all instances do together: instance 0 writes, and an error of an instance is raised on all."""
+"""Calls that all instances make together: instance 0 writes, and an error of one instance is raised on all."""
 
 from contextlib import AbstractContextManager
 from typing import Final
@@ -13,7 +13,7 @@ WRITER: Final = 0
 
 
 def whole_job(call: str) -> Group:
-    """Return the group of all instances. Raises CollectiveError inside ``execute_on_instances``."""
+    """Return the group of all instances; raise CollectiveError inside ``execute_on_instances``."""
     group = context.current_group()
     num_instances = context.environment().contract.num_instances
     if len(group.instances) < num_instances:
@@ -25,7 +25,7 @@ def whole_job(call: str) -> Group:
 
 
 def is_writer(group: Group) -> bool:
-    """Whether this instance writes the manifests."""
+    """Whether this instance writes the manifests of checkpoints."""
     return group.backend.instance_index == WRITER
 
 
