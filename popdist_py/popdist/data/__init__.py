@@ -1,1 +1,1 @@
-"""Datasets dealt to replicas: exact epochs, and the same samples for a replica with any number of instances."""
+"""Datasets dealt to replicas: each sample once an epoch, and the same samples for any number of instances."""

@@ -15,7 +15,7 @@ _UNPACK: Final = opmap["UNPACK_SEQUENCE"]
 
 
 def _num_names_unpacked() -> int:
-    """Return into how many names the caller's caller unpacks an object; 0 if the caller's caller does not."""
+    """Return the number of names into which the caller's caller unpacks an object; 0 if it unpacks none."""
     caller = _caller_of(_caller_of(currentframe()))  # a variable for this frame would keep loop workers alive
     if caller is None:
         return 0
@@ -54,7 +54,7 @@ running_loops: Final[dict[object, tuple["Batch", ...]]] = {}
 
 
 class Share(NamedTuple):
-    """The samples of one step of this instance: the indices to read, and the step's position in the epoch."""
+    """This instance's share of a step: the indices of its samples, and the step's position in the epoch."""
 
     epoch: int
     step: int  # number of the step, counted from where the epoch was begun or resumed
@@ -98,7 +98,7 @@ class Batch:
 
     @classmethod
     def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
-        """Make the batch of the samples of ``share``; ``contents`` has the content of each micro batch."""
+        """Make the batch for the samples of ``share``; ``contents`` has the content of each micro batch."""
         rows = micro_batch_rows(len(share.indices), len(replicas), accumulation)
         owners = [replica for replica in replicas for _ in range(accumulation)]
         steps = [*range(accumulation)] * len(replicas)
@@ -113,7 +113,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of this instance; may be 0."""
+        """Number of samples that this instance has in the batch; may be 0."""
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
@@ -159,7 +159,7 @@ class Batch:
 
 
 def _taken_apart(how: str) -> str:
-    """Return the message for a program that uses a batch as if it were the tensors of one micro batch."""
+    """Return the error message for a program that uses a batch as the tensors of one micro batch."""
     return (
         f"a batch of popdist.data_loader was {how}, and it holds this instance's micro batches, not one batch of "
         """tensors. Write

@@ -38,7 +38,7 @@ class LoaderMaker(Protocol):
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """Make the loader that reads ``dataset`` in the steps of ``plan``."""
+        """Make the loader that reads ``dataset`` in the steps that ``plan`` defines."""
 
 
 def data_loader(  # noqa: PLR0913 - torch's options, and the sizes of a step
@@ -54,7 +54,7 @@ def data_loader(  # noqa: PLR0913 - torch's options, and the sizes of a step
     packing: LoaderMaker | None = None,
     **options: Any,
 ) -> ReplicaLoader:
-    """Make a torch DataLoader that gives each replica of this instance its samples, exactly once an epoch.
+    """Make a torch DataLoader that gives each replica of this instance its samples, each once an epoch.
 
     The loader deals samples as :class:`ReplicaSampler` does: which samples a replica gets in a step depends on the
     number of the job's replicas, not on the number of instances. The loader yields :class:`Batch` objects for
@@ -119,7 +119,7 @@ def _refuse_dealing(options: dict[str, Any]) -> None:
 def _check_arguments(
     dataset: object, plan: LoaderPlan, sampler: object, collate_fn: object, packing: object
 ) -> None:
-    """Check each argument, and refuse arguments that exclude each other, such as a sampler and shuffling."""
+    """Raise DatasetError for a wrong argument, or for arguments that exclude each other."""
     if isinstance(dataset, int | float):
         raise DatasetError(
             f"data_loader({dataset!r}, ...): the dataset comes first, and then the sizes: write "

@@ -1,4 +1,4 @@
-"""Streams, which are datasets without a length: every instance reads all items and keeps its replicas' items.
+"""Streams (datasets without a length): every instance reads all items and keeps the items of its replicas.
 
 A stream has no index, so each process reads the whole stream and skips the items of other instances. All instances
 see the end of the stream, so that an epoch ends on all instances at the same step. But a stream may be cut off on
@@ -22,7 +22,7 @@ from popdist.job import context
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """The items of a stream that belong to this instance's replicas; made by :func:`shard_iterable`."""
+    """The items of a stream that belong to this instance's replicas; :func:`shard_iterable` makes it."""
 
     def __init__(self, stream: Iterable[Any]) -> None:
         self.stream = stream
@@ -39,7 +39,7 @@ class ShardedIterable(IterableDataset[Any]):
                 yield item
 
     def worker(self) -> tuple[int, int]:
-        """Return this worker's number and the number of workers, and hide both numbers from the stream.
+        """Return this DataLoader worker's number and the number of workers; hide both from the stream.
 
         A stream that sees the numbers would divide its items a second time.
         """
@@ -73,7 +73,7 @@ def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
 
 
 class StreamFetcher(IterableDataset[Any]):
-    """The dataset that torch's DataLoader reads for a stream; iteration yields the steps of the present worker."""
+    """The dataset that torch's DataLoader reads for a stream: an iterable of this worker's steps."""
 
     def __init__(
         self, sharded: ShardedIterable, collation: Collation, samples_per_replica: int, *, drop_last: bool
@@ -85,7 +85,7 @@ class StreamFetcher(IterableDataset[Any]):
         self._place = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def begin(self, epoch: int, position: int) -> None:
-        """Write the epoch and position of the next iteration to shared memory, where workers read both."""
+        """Record the epoch and position of the next iteration in memory that is shared with the workers."""
         self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64, device="cpu"))
 
     def __iter__(self) -> Iterator[Fetched]:
@@ -120,7 +120,7 @@ class StreamFetcher(IterableDataset[Any]):
         return [number for replica in self.dataset.replicas for number in numbers[replica::num_replicas]]
 
     def _read(self, items: Iterator[Any], numbers: range, epoch: int) -> list[Any]:
-        """Read one item for each of ``numbers``; return fewer items if the stream ends."""
+        """Read one item of the stream for each of ``numbers``; return fewer items if the stream ends."""
         seeds = self._collation.seeds(epoch, list(numbers))
 
         def read(reseed: Reseed) -> list[Any]:
@@ -149,7 +149,7 @@ class StreamFetcher(IterableDataset[Any]):
 
 
 class StreamLoader(ReplicaLoader):
-    """A loader of a stream: all instances agree on each step, so each step waits for the slowest instance."""
+    """A loader of a stream, whose instances agree before each step whether they still have samples."""
 
     dataset: StreamFetcher
 
@@ -157,7 +157,7 @@ class StreamLoader(ReplicaLoader):
         self.dataset.begin(self._position.epoch, self._position.num_read)
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield batches until all streams have ended; an instance whose stream ended early gets empty batches."""
+        """Yield batches until all streams have ended; if this stream ends earlier, yield empty batches."""
         epoch = self._position.epoch
         with training_loop.read_loader() as ask:
             for step in itertools.count():
@@ -181,5 +181,5 @@ class StreamLoader(ReplicaLoader):
         self._position.end_epoch(number)
 
     def _num_samples(self, share: Share, _contents: list[Any]) -> int:
-        """Return the number of samples that this instance has in a step."""
+        """Return the number of samples that this instance has in the step ``share``."""
         return len(share.indices)

@@ -1,4 +1,4 @@
-"""Epochs: the order of samples, the steps dealt to replicas, and the position of a sampler or loader.
+"""Epochs: the order of samples, the division into steps, and the position of a sampler or loader.
 
 A step takes the next positions of the epoch's order, and `popdist.ground.layout` deals the positions to the
 replicas. So the samples of a replica do not depend on the instances. The index at a position is computed from the
@@ -46,14 +46,14 @@ _SECOND_FACTOR: Final = 0x94D049BB133111EB
 
 
 class Order(Protocol):
-    """The order of the samples of one epoch."""
+    """The order of a dataset's samples in one epoch."""
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of the dataset at ``positions``, in the order and shape of ``positions``."""
+        """Return the dataset indices of the samples at ``positions``, in the order and shape of ``positions``."""
 
 
 class Permutation:
-    """The shuffled order of ``length`` indices in one epoch, in constant memory and equal on every machine."""
+    """The shuffled order of ``length`` sample indices in one epoch, in constant memory."""
 
     def __init__(self, length: int, *, seed: int, epoch: int) -> None:
         if not 0 <= length <= MAX_LENGTH:
@@ -80,7 +80,7 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
     def _mix(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Apply the Feistel network, a bijection on the next power of two; each round changes half of the bits."""
+        """Return ``values`` after the Feistel network, a bijection on the next power of two."""
         low, high = values & self._low_mask, values >> self._low_bits
         for even_key, odd_key in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= scramble(high + even_key) & self._low_mask
@@ -104,7 +104,7 @@ def _scramble_word(word: int) -> int:
 
 
 def round_keys(*ingredients: int) -> list[int]:
-    """Make ``NUM_ROUNDS`` 64-bit keys from all ``ingredients``. If one ingredient changes, every key changes."""
+    """Make ``NUM_ROUNDS`` 64-bit keys from the numbers ``ingredients``; if one changes, every key changes."""
     state = 0
     for ingredient in ingredients:
         state = _scramble_word(state + ingredient + GOLDEN)
@@ -122,7 +122,7 @@ class EpochPlan:
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples of a full step, over all replicas."""
+        """Number of samples of a full step, over all replicas of the job."""
         return self.num_replicas * self.samples_per_replica
 
     def num_steps(self, position: int = 0) -> int:
@@ -138,7 +138,7 @@ class EpochPlan:
             position += size
 
     def positions_of(self, replicas: range, step: range) -> range:
-        """Return the positions of ``step`` for ``replicas``, replica by replica; the range may be empty."""
+        """Return the positions of ``step`` that ``replicas`` get, replica by replica; may be empty."""
         return parts(step, replicas, self.num_replicas)
 
     def _step_size(self, remaining: int) -> int:
@@ -153,7 +153,7 @@ class EpochPlan:
 
 
 class EpochPosition:
-    """The position of one reader (a sampler or a loader) in the reader's endless sequence of epochs."""
+    """The position of one reader (a sampler or a loader) in its endless sequence of epochs."""
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
         """Begin at epoch 0. A state can be loaded later only if the state has an equal ``identity``.
@@ -174,7 +174,7 @@ class EpochPosition:
         self._agree()
 
     def _agree(self) -> None:
-        """Check once, after ``init()``, that all instances have the same agreement and the same dataset."""
+        """Check once, after ``init()``, that all instances have the same ``agreement`` and dataset."""
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
             group = context.data_parallel_group()
@@ -198,7 +198,7 @@ class EpochPosition:
                 )
 
     def start(self) -> int:
-        """Begin the next epoch or continue the loaded epoch, and return the number of this iteration."""
+        """Begin the next epoch or continue the loaded epoch; return the number of the iteration."""
         self._agree()
         if self._is_running:
             self._jump(self.epoch + 1)
@@ -224,11 +224,11 @@ class EpochPosition:
         self._number += 1
 
     def state_dict(self) -> ReaderState:
-        """Return the position as plain numbers, as :meth:`EpochReader.state_dict` describes."""
+        """Return epoch and position as plain numbers, as :meth:`EpochReader.state_dict` describes."""
         return self.identity | {"epoch": self.epoch, "position": self.num_read}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken, as :meth:`EpochReader.load_state_dict` describes."""
+        """Continue from the position ``state``, as :meth:`EpochReader.load_state_dict` describes."""
         own = self.state_dict()
         if not _is_state(state, own):
             raise DatasetError(f"{state!r} is no state of a {self._reader}, such as {own}")
@@ -277,7 +277,7 @@ class EpochReader:
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken: the next iteration yields the rest of the epoch, maybe nothing.
+        """Continue from the position ``state``: the next iteration yields the rest of that epoch.
 
         The number of instances, replicas and workers, the micro batch size and the accumulation may be different
         now: no sample is lost or seen twice. (Only then, and only if less than one sample a replica remains, the
@@ -288,7 +288,7 @@ class EpochReader:
 
 
 def _is_state(state: object, own: ReaderState) -> bool:
-    """Whether ``state`` has the entries of ``own``, and a position within the epoch."""
+    """Whether ``state`` has the entries of a reader's state ``own``, and a position within the epoch."""
     if not isinstance(state, Mapping) or state.keys() != own.keys():
         return False
     if not all(isinstance(value, int) for value in state.values()):
@@ -304,7 +304,7 @@ def plan_epochs(
     *,
     drop_last: bool,
 ) -> EpochPlan:
-    """Return the plan that deals a dataset's epochs to replicas. Raises DatasetError if no step is left."""
+    """Return the plan that deals a dataset's epochs to replicas; raise DatasetError if no step is left."""
     check_sizes(micro_batch_size, accumulation)
     plan = EpochPlan(
         length=length_of(length_or_dataset, num_replicas),
@@ -322,7 +322,7 @@ def plan_epochs(
 
 
 def check_sizes(micro_batch_size: int, accumulation: int) -> None:
-    """Check that ``micro_batch_size`` and ``accumulation`` are whole numbers of at least 1."""
+    """Raise DatasetError unless ``micro_batch_size`` and ``accumulation`` are whole numbers of at least 1."""
     whole_number("micro_batch_size", micro_batch_size, DatasetError)
     whole_number("accumulation", accumulation, DatasetError, maximum=MOST_PARTS)
 
@@ -330,7 +330,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """Yield, for each remaining step, the positions in the epoch and the dataset indices for ``replicas``."""
+    """Yield, for each remaining step, its positions in the epoch and the dataset indices for ``replicas``."""
     if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
     return _deal(plan, replicas, plan.steps(position.num_read), order)
@@ -350,7 +350,7 @@ def _deal(
 
 
 def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:
-    """Return the number of samples. Raises DatasetError if it is unknown or smaller than ``num_replicas``."""
+    """Return the number of samples; raise DatasetError if it is unknown or smaller than ``num_replicas``."""
     if isinstance(length_or_dataset, IterableDataset):
         raise DatasetError(
             f"{type(length_or_dataset).__name__} is a stream, which has no samples at indices: give it to "

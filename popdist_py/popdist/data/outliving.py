@@ -1,4 +1,4 @@
-"""The start of a loader's worker process, which survives the signals that ask a job to stop.
+"""The start of a loader's worker process, so that it survives the signals that ask a job to stop.
 
 Slurm and other batch systems signal every process of a job. The program finishes its step and reads on until it
 has saved, so the program's workers must live until then: see `popdist.on_preemption`.
@@ -17,7 +17,7 @@ _BEFORE_CHILDREN_ARE_ENDED: Final = 100
 
 
 class LoaderStart:
-    """The ``worker_init_fn`` of a loader, which also calls the program's own ``worker_init_fn``."""
+    """The ``worker_init_fn`` of a loader: sets signal handlers, and calls the program's own ``worker_init_fn``."""
 
     def __init__(self, programs_own: Callable[[int], object] | None) -> None:
         self._programs_own = programs_own
@@ -25,13 +25,13 @@ class LoaderStart:
         self._is_ending: Any = None
 
     def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:
-        """Let workers that start from now on survive ``signals`` until this process ends."""
+        """Make workers that start from now on survive ``signals`` until this process ends."""
         self._signals = tuple(signals)
         if self._signals:
             self._is_ending = _ending_event(os.getpid(), multiprocessing_context or multiprocessing)
 
     def __call__(self, number: int) -> None:
-        """Set the signal handlers of the worker ``number``; the worker's own process calls the method."""
+        """Set the signal handlers of the worker ``number``; this runs in the worker's own process."""
         parent, is_ending = os.getppid(), self._is_ending
 
         def outlive(_signum: int, _frame: object) -> None:
@@ -47,7 +47,7 @@ class LoaderStart:
 
 @cache
 def _ending_event(_pid: int, multiprocessing_context: Any) -> Any:
-    """Return the event that tells the workers of the process ``_pid`` that this process ends.
+    """Return the event that is set when the process ``_pid`` ends, so that its workers end, too.
 
     At the end of a process multiprocessing sends one SIGTERM to each daemon and waits for the daemon, so the event
     is set before the SIGTERM. A forked child has its own finalizers and its own event.

@@ -30,7 +30,7 @@ _CPU: Final = torch.device("cpu")
 
 
 def checked_seed(seed: int | None, num_replicas: int) -> int | None:
-    """Return the seed of a model with ``num_replicas`` replicas. Raises BatchError if the seed is not valid."""
+    """Return the seed of a model with ``num_replicas`` replicas; raise BatchError if the seed is not valid."""
     if seed is None and num_replicas > 1:
         raise BatchError(
             f"seed=None, and the model has {num_replicas} replicas, each of which draws from states of its own: "
@@ -40,7 +40,7 @@ def checked_seed(seed: int | None, num_replicas: int) -> int | None:
 
 
 class _PythonState(NamedTuple):
-    """A state of Python's generator, and the first two draws from this state: 32 bits, then a normal number."""
+    """A state of Python's random generator, and the first two draws from it: 32 bits, then a normal number."""
 
     values: tuple[Any, ...]  # the result of ``getstate()``; its last item is the second of a normal pair, or None
     bits: int
@@ -48,13 +48,13 @@ class _PythonState(NamedTuple):
 
 
 class _PythonGenerator:
-    """Python's generator; its state is read only after a draw, because reading the state is slow."""
+    """Python's random generator; its state is read only after a draw, because reading the state is slow."""
 
     def __init__(self) -> None:
         self._last: _PythonState | None = None
 
     def take_out(self) -> _PythonState:
-        """Return the state of the generator. Call :meth:`put_in` before the program draws again."""
+        """Return the state of Python's random generator; call :meth:`put_in` before the next draw."""
         last, bits = self._last, random.getrandbits(32)
         # reading the state is slow, so equal bits mean "nothing drawn"; once in 2**32 times numbers repeat
         if last is None or last.bits != bits:
@@ -64,18 +64,18 @@ class _PythonGenerator:
         return last if second == last.values[-1] else last._replace(values=(*last.values[:-1], second))
 
     def put_in(self, state: _PythonState) -> None:
-        """Let the generator continue from ``state``."""
+        """Make Python's random generator continue from ``state``."""
         random.setstate(state.values)
         self._last = state
 
     def watch(self, _own: _PythonState) -> Callable[[], bool]:
-        """Put a known state in, and return a function that tells whether the program has drawn since then."""
+        """Put a known state in, and return a function that says whether the program has drawn since then."""
         self.put_in(_WATCHED)
         return lambda: random.getrandbits(32) != _WATCHED.bits
 
 
 def _state_before(bits: int, generator: Any) -> _PythonState:
-    """Return the state of ``generator`` before it drew the 32-bit number ``bits``; the call draws more numbers."""
+    """Return the state of ``generator`` before it drew the 32-bit number ``bits``; this draws more numbers."""
     version, (*words, place), second = generator.getstate()
     if second is not None:
         generator.gauss(0.0, 1.0)
@@ -83,7 +83,7 @@ def _state_before(bits: int, generator: Any) -> _PythonState:
 
 
 def _state_of(generator: random.Random) -> _PythonState:
-    """Return the state of ``generator``. The call draws numbers, so do not use ``generator`` afterwards."""
+    """Return the state of ``generator``; this draws numbers, so do not use ``generator`` afterwards."""
     return _state_before(generator.getrandbits(32), generator)
 
 
@@ -93,7 +93,7 @@ _WATCHED: Final = _state_of(random.Random())  # noqa: S311 - for training, not f
 
 @dataclass(slots=True)
 class _States:
-    """A saved state of every generator; the state belongs to a replica or to the program."""
+    """A saved state of every random generator, which belongs to a replica or to the program."""
 
     python: _PythonState
     numpy: Any  # the bit generator, because reading its state takes longer than saving all other states
@@ -122,7 +122,7 @@ class ReplicaRandomness:
         return RandomScope(self._states, replica, device)
 
     def begin_as_program(self, device: torch.device) -> None:
-        """Replace the states of each local replica by a copy of the program's states.
+        """Replace the random states of each local replica by a copy of the program's states.
 
         Args:
             device: Where the replicas compute; the state of its generator is copied, too, if it is an accelerator.
@@ -158,7 +158,7 @@ class ReplicaRandomness:
 
 
 class RandomScope:
-    """A context in which all generators use a replica's states; at its end the program's states are restored."""
+    """A context in which all random generators use a replica's states; its end restores the program's."""
 
     # Two loops side by side leave their scopes in any order; the replica of the last scope draws.
     _entered: ClassVar[list["RandomScope"]] = []
@@ -172,7 +172,7 @@ class RandomScope:
 
     @classmethod
     def is_entered(cls) -> bool:
-        """Whether the process is inside a scope, so that drawn random numbers belong to a replica."""
+        """Whether the process is inside such a context, so that random numbers belong to a replica."""
         return bool(cls._entered)
 
     def __enter__(self) -> None:
@@ -190,28 +190,28 @@ class RandomScope:
                 self._entered[-1]._put_in_place()  # noqa: SLF001 - a method of the same class
 
     def _put_in_place(self) -> None:
-        """Save the program's states, and let the generators continue from the replica's states."""
+        """Save the program's random states, and make the generators continue from the replica's states."""
         _exchange(_programs, self._states[self._replica], self._device)
 
     def _take_back(self) -> None:
-        """Save the replica's states, and let the generators continue from the program's states."""
+        """Save the replica's random states, and make the generators continue from the program's states."""
         _exchange(self._states[self._replica], _programs, self._device)
 
 
 class _ProgramScope(RandomScope):
-    """A context that leaves the program's own states in place."""
+    """A context that leaves the program's own random states in place."""
 
     __slots__ = ()
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Leave the program's own random states in place: do nothing."""
 
     def __exit__(self, *_error: object) -> None:
-        """Do nothing."""
+        """Leave the program's own random states in place: do nothing."""
 
 
 def _exchange(out: _States, into: _States, device: torch.device | None) -> None:
-    """Save the generators' states in ``out``, and let the generators continue from the states in ``into``."""
+    """Save all generators' states in ``out``, and make the generators continue from the states ``into``."""
     out.python, out.numpy, out.torch = _python.take_out(), get_bit_generator(), torch.get_rng_state()
     _python.put_in(into.python)
     set_bit_generator(into.numpy)
@@ -238,7 +238,7 @@ def _seeded(seed: int, replica: int, stage: int = 0) -> _States:
 
 
 _programs: Final = _seeded(0, 0)
-"""The random states of the program, saved while a replica draws."""
+"""The random states of the program, saved while a replica draws random numbers."""
 
 
 def _as_values(states: _States) -> dict[str, object]:
@@ -278,11 +278,11 @@ def _from_values(values: Mapping[str, Any]) -> _States:
 
 
 Reseed: TypeAlias = Callable[[int], None]
-"""A function that seeds generators with a 64-bit number for the sample that is read next."""
+"""A function that seeds the random generators with a 64-bit number, for the sample that is read next."""
 
 
 class _Generator(NamedTuple):
-    """A random generator of the process, used through public functions only."""
+    """A random generator of the process, given as public functions that save, seed and restore it."""
 
     name: str
     seed: Callable[[int], object]
@@ -293,7 +293,7 @@ class _Generator(NamedTuple):
     watch: Callable[[Any], Callable[[], bool]]
 
     def is_as_seeded(self, seed: int) -> bool:
-        """Whether nothing was drawn since the generator was seeded with ``seed``; the call draws two numbers."""
+        """Whether nothing was drawn since the generator was seeded with ``seed``; this draws two numbers."""
         found = self.draw()
         self.seed(seed)
         return found == self.draw()
@@ -304,7 +304,7 @@ _bits: Final = np.random.MT19937()
 
 
 def _exchange_numpy() -> Any:
-    """Replace numpy's bit generator and return the old bit generator, because reading a state is slow."""
+    """Replace numpy's bit generator, and return the old one, because reading a state is slow."""
     own: Any = get_bit_generator()
     # ``_bits`` is in use already if a dataset reads from another loader.
     set_bit_generator(np.random.MT19937() if own is _bits else _bits)
@@ -315,7 +315,7 @@ _watched, _twin = np.random.MT19937(0), np.random.MT19937(0)
 
 
 def _watch_numpy(_own: object) -> Callable[[], bool]:
-    """Return a function that tells whether numpy draws, by comparing its bit generator with an equal twin."""
+    """Return a function that says whether numpy has drawn, by comparison with an equal bit generator."""
     set_bit_generator(_watched)
 
     def is_drawn() -> bool:
@@ -362,7 +362,7 @@ _GENERATORS: Final = (
 
 @dataclass(slots=True)
 class SampleRandomness:
-    """The seeding of the generators that a dataset draws from; the program's states are restored afterwards."""
+    """The seeding of the generators from which a dataset draws; afterwards the program's states are restored."""
 
     used: frozenset[str] | None = None  # names of the used generators; None before the first run
 
@@ -383,7 +383,7 @@ class SampleRandomness:
             _restore(own)
 
     def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str], own: list[Any]) -> T:
-        """Run ``work``; seed only the generators in ``used``, and add others that ``work`` draws from."""
+        """Run ``work``; seed only the generators in ``used``, and add others from which ``work`` draws."""
         pairs = zip(_GENERATORS, own, strict=True)
         watched = {it.name: it.watch(state) for it, state in pairs if it.name not in used}
         try:
@@ -413,7 +413,7 @@ class SampleRandomness:
 
 
 def isolated(work: Callable[[Reseed], T]) -> T:
-    """Call ``work`` once with a function that seeds all generators; then restore the states of the generators."""
+    """Call ``work`` with a function that seeds all random generators; then restore the generators' states."""
     restore = remember_states()
     try:
         return work(_reseed(_GENERATORS))
@@ -422,7 +422,7 @@ def isolated(work: Callable[[Reseed], T]) -> T:
 
 
 def remember_states() -> Callable[[], None]:
-    """Save the present random states, and return a function that restores these states.
+    """Save the present random states, and return a function that restores them.
 
     Until the function is called, the generators continue from other states.
     """
@@ -447,7 +447,7 @@ def _reseed(generators: Iterable[_Generator]) -> Reseed:
 
 
 def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
-    """Return a 64-bit seed for each of ``indices``; different uses ``what`` get different seeds."""
+    """Return a 64-bit seed for each of the sample ``indices``; each use ``what`` gets other seeds."""
     words = np.array(indices, dtype=np.uint64) * np.uint64(GOLDEN) + _key(seed, epoch, what)
     seeds: list[int] = scramble(words).tolist()
     return seeds

@@ -37,7 +37,7 @@ _FOR_COLLATE: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collation:
-    """The settings by which the samples of a step become the micro batches of ``num_replicas`` local replicas."""
+    """The settings that make the micro batches of ``num_replicas`` local replicas from a step's samples."""
 
     collate_fn: Collate
     num_replicas: int
@@ -45,7 +45,7 @@ class Collation:
     seed: int
 
     def split(self, share: Share) -> list[list[int]]:
-        """Return the indices of each micro batch of ``share``."""
+        """Return the sample indices of each micro batch of ``share``, this instance's part of a step."""
         return share.split(self.num_replicas, self.accumulation)
 
     def seeds(self, epoch: int, indices: list[int]) -> list[int]:
@@ -83,7 +83,7 @@ def _collated(samples: Any) -> Any:
 
 
 class MapFetcher(Dataset[Any]):
-    """The dataset that torch's DataLoader reads; an index is a share, and an item is the share's micro batches."""
+    """The dataset that torch's DataLoader reads: an index is a ``Share``, an item has its micro batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset = dataset
@@ -96,7 +96,7 @@ class MapFetcher(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, share: Share) -> Fetched:
-        """Return ``share``, and the content of each micro batch of ``share``."""
+        """Return ``share``, and the collated content of each micro batch of ``share``."""
         if self._are_rows:
             return share, [self._rows(indices) if indices else None for indices in self._collation.split(share)]
         if self._randomness is None:
@@ -139,7 +139,7 @@ class MapFetcher(Dataset[Any]):
 
 
 class SentContents:
-    """The contents of micro batches that a worker sends: small tensors as bytes, other tensors in torch's way."""
+    """The contents of micro batches that a worker sends: small tensors as bytes, others in shared memory."""
 
     def __init__(self, contents: list[Any]) -> None:
         stream = io.BytesIO()  # pickled now, because the sending thread could only print an error
@@ -151,10 +151,10 @@ class SentContents:
 
 
 class _Pickler(ForkingPickler):
-    """A pickler that copies small tensors, and leaves other objects to torch."""
+    """A pickler that copies the bytes of small tensors, and leaves all other objects to torch."""
 
     def reducer_override(self, value: object) -> Any:
-        """Return a function and arguments that make ``value`` again; NotImplemented if torch sends ``value``."""
+        """Return a function and arguments that make a small tensor again; NotImplemented for any other value."""
         if type(value) is not Tensor or not _is_copied(value):
             return NotImplemented
         content = bytearray(value.view(-1).view(torch.uint8).numpy())
@@ -162,7 +162,7 @@ class _Pickler(ForkingPickler):
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is small, dense and plain, so that its bytes, dtype and shape are enough to copy it."""
+    """Whether ``tensor`` is small, dense and plain, so that its bytes, dtype and shape make a copy."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -211,13 +211,13 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(self._fetched(), number)
 
     def _fetched(self) -> Iterator[Fetched]:
-        """Return an iterator over shares and contents; without workers, bypass torch's iterator, which is slow."""
+        """Return an iterator over shares and contents; without workers, not torch's iterator, which is slow."""
         iterator: Iterator[Any] = super().__iter__()  # also checks options, and draws from a given generator
         is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
         return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch's annotation says that items are batches
 
     def _begin(self) -> None:
-        """Prepare an epoch before the first sample is read; only subclasses do something here."""
+        """Prepare an epoch before the first sample is read; only subclasses need this."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
         """Yield each batch and count it as read; keep no reference, so that the batch's memory is reused."""
@@ -231,12 +231,12 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         self._position.end_epoch(number)
 
     def _batch(self, share: Share, contents: list[Any]) -> Batch:
-        """Make the batch that the loop receives for ``share``."""
+        """Make the batch that the loop receives for ``share`` and its ``contents``."""
         return Batch.of(share, contents, self._replicas, self._accumulation)
 
 
 def _warn_if_limited() -> None:
-    """Warn if only some instances read the loader, because nobody reads the samples of the other instances."""
+    """Warn if only some instances read the loader, because then other instances' samples are not read."""
     number = context.environment().contract.layout.num_instances
     if context.is_initialized() and len((group := context.data_parallel_group()).instances) < number:
         warnings.warn(
@@ -250,11 +250,11 @@ def _warn_if_limited() -> None:
 
 
 def _as_it_is(fetched: Any) -> Any:
-    """Return ``fetched`` unchanged; without workers nothing is left to collate, and nothing is sent."""
+    """Return ``fetched`` unchanged: without workers nothing is left to collate, and nothing is sent."""
     return fetched
 
 
 def _to_the_loop(fetched: Any) -> tuple[Share, SentContents]:
-    """Return what a worker sends to the loop: the share, and the contents in pickled form."""
+    """Return the message from a worker to the loop: the share, and the pickled contents."""
     share, contents = fetched
     return share, SentContents(contents)

@@ -28,7 +28,7 @@ def checksum_of_subsets(dataset: object) -> int:
 
 
 def checksum_of_contents(dataset: object) -> int:
-    """Return a 64-bit checksum of the first samples that ``dataset`` has in memory; 0 if it has no such samples.
+    """Return a 64-bit checksum of the first samples that ``dataset`` has in memory; 0 if there are none.
 
     The samples in memory are tensors and arrays: the dataset itself, the first item of a list, and the attributes
     of a dataset. If an attribute is a list or tuple, its items count. No sample is read by the dataset's own code.
@@ -60,7 +60,7 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
 
 
 def _datasets_in(dataset: object, seen: set[int]) -> Iterator[Dataset[Any]]:
-    """Yield ``dataset``, if it is a Dataset of torch, and each Dataset in the attributes of ``dataset``."""
+    """Yield ``dataset``, if it is a torch Dataset, and each torch Dataset in its attributes."""
     if id(dataset) in seen:
         return
     seen.add(id(dataset))

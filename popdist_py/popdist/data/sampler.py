@@ -103,7 +103,7 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
         return self._batches(self._position.start())
 
     def _batches(self, number: int) -> Iterator[list[int]]:
-        """Yield the indices of each step, and count the samples of the step as read."""
+        """Yield the dataset indices of each step, and record the step's samples as read."""
         with training_loop.read_loader() as ask:
             for step, indices in deal_epoch(self._plan, self._replicas, self._position):
                 self._position.read_to(step.stop, number)
@@ -113,7 +113,7 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
 
 
 class EpochShares(Sampler[Share]):
-    """A sampler that yields this instance's share of each step of the present epoch."""
+    """A sampler that yields this instance's share of the samples of each step of the epoch."""
 
     _order: Order | None = None
 
@@ -139,7 +139,7 @@ class EpochShares(Sampler[Share]):
 
 
 class SamplerOrder:
-    """The order of one epoch: the indices that the sampler gave, and a 64-bit checksum of the indices."""
+    """The order of one epoch: the indices from the program's sampler, and a 64-bit checksum of the indices."""
 
     def __init__(self, sampler: object, numbers: list[Any], num_samples: int) -> None:
         try:
@@ -167,16 +167,16 @@ class SampledPosition(EpochPosition):
     checksum = 0
 
     def state_dict(self) -> ReaderState:
-        """Return the position and the checksum of the epoch's indices; the checksum is 0 before the first step."""
+        """Return the position, and the checksum of the epoch's indices (0 before the first step)."""
         return super().state_dict() | {"indices": self.checksum if self.num_read else 0}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken, as :meth:`EpochReader.load_state_dict` describes."""
+        """Continue from the position ``state``, as :meth:`EpochReader.load_state_dict` describes."""
         super().load_state_dict(state)
         self.checksum = int(state["indices"])
 
     def begin(self, order: SamplerOrder) -> None:
-        """Begin the epoch in ``order``. Raises DatasetError if part of the epoch was read in another order."""
+        """Begin the epoch in ``order``; raise DatasetError if a part of it was read in another order."""
         if self.num_read and self.checksum != order.checksum:
             raise DatasetError(
                 f"the sampler does not give the indices of epoch {self.epoch} again of which {self.num_read} were "
@@ -206,7 +206,7 @@ class SampledShares(EpochShares):
         return super().__len__()
 
     def begin(self) -> None:
-        """Read the sampler for the next epoch. Raises CollectiveError if instances get different indices."""
+        """Read the program's sampler for the next epoch; raise CollectiveError if instances get other indices."""
         order = self._read_together()
         plan = replace(self._plan, length=len(order))
         least = plan.samples_per_step if plan.drop_last else plan.num_replicas
@@ -275,7 +275,7 @@ class SampledLoader(ReplicaLoader):
 
 
 def check_sampler(sampler: object) -> None:
-    """Check that ``sampler`` can be iterated over again and again, and does not divide indices by rank."""
+    """Raise DatasetError if ``sampler`` can be iterated over only once, or divides indices by rank."""
     name = type(sampler).__name__
     if not hasattr(sampler, "__iter__") and not hasattr(sampler, "__getitem__"):
         raise DatasetError(f"sampler={sampler!r} cannot be iterated over: it must give indices of the dataset")
@@ -295,7 +295,7 @@ def check_sampler(sampler: object) -> None:
 
 
 def _wrong_index(sampler: object, numbers: list[Any], num_samples: int) -> str:
-    """Return the message about the first entry of ``numbers`` that is no index of the dataset."""
+    """Return the error message about the first entry of ``numbers`` that is no index of the dataset."""
     place, wrong = next((place, it) for place, it in enumerate(numbers) if not _is_index(it, num_samples))
     batch = "; a sampler of batches is none of indices" if isinstance(wrong, list | tuple) else ""
     return (

@@ -69,6 +69,6 @@ def _numbers_of_tensor(
 
 
 def give_parts_numbers() -> None:
-    """Let each part of a DTensor on CPUs draw its own numbers from now on; torch does so on accelerators."""
+    """Make each part of a DTensor on a CPU draw its own random numbers; on accelerators torch does so."""
     if not accelerator.num_devices():
         torch_private.set_numbers_of_dtensors(_numbers_of_tensor)
