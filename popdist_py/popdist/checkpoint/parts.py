@@ -33,7 +33,7 @@ def keys_of(module: nn.Module) -> dict[str, str]:
 
 
 def rename_keys(state: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the state of a module with the names of the whole model as keys."""
+    """Return the state dict of a module, with the names of the whole model as keys."""
     if all(key == name for key, name in keys.items()):
         return state
     return OrderedDict((keys[key], value) for key, value in state.items())

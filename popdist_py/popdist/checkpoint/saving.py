@@ -100,7 +100,7 @@ def _encode(
 def _join(
     group: Group, call: str, named: Mapping[str, object], states: dict[str, Json], tensors: Mapping[str, Tensor]
 ) -> tuple[WritePlan, dict[str, Json]]:
-    """Return the plan of which instance writes which tensor, and the states (on instance 0 of all instances).
+    """Return a plan of which instance writes which tensor, and the states (on instance 0 of all instances).
 
     The plan is the same on all instances. Modules and optimizers are joined from the instances of the first
     replica; other states are the states of instance 0.

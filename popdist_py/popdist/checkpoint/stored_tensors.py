@@ -26,7 +26,7 @@ BATCH_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """A piece of a tensor in a file that was copied from a store: the place in the file, and the strides."""
+    """A piece of a tensor in a file copied from a phased model's store: the place in the file, and the strides."""
 
     file: str
     start: int

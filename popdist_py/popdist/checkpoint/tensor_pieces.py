@@ -36,7 +36,7 @@ class TensorPiece:
         return prod(self.sizes)
 
     def empty(self, form: TensorForm) -> Tensor:
-        """Return an uninitialised CPU tensor for this piece of a tensor with the form ``form``."""
+        """Return an uninitialised CPU tensor for this piece of a tensor with the shape and dtype of ``form``."""
         if self.sizes == form.shape:
             return form.empty()
         return torch.empty(self.sizes, dtype=form.dtype, device="cpu")
@@ -83,7 +83,7 @@ def held_of(tensors: Mapping[str, Tensor], totals: Mapping[str, int]) -> dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
-    """The plan of a save: the forms of all tensors, and for each instance the names of tensors to write."""
+    """The plan of a save: shape and dtype of all tensors, and for each instance the names of tensors to write."""
 
     forms: dict[str, TensorForm]
     writes: list[list[str]]
@@ -147,5 +147,5 @@ class Wanted:
         return TensorPiece.whole(self.form.shape) if self.like is None else piece_of(self.like)
 
     def placed(self, piece: Tensor) -> Tensor:
-        """Return the loaded ``piece`` as a tensor with the placement of ``like``."""
+        """Return the loaded ``piece`` as a DTensor placed as ``like`` is; unchanged if ``like`` is None."""
         return piece if self.like is None else placed_as(self.like, piece)

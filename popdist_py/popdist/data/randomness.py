@@ -158,7 +158,7 @@ class ReplicaRandomness:
 
 
 class RandomScope:
-    """A context in which all random generators use a replica's states; its end restores the program's."""
+    """A context in which all random generators use a replica's states; its end restores the program's states."""
 
     # Two loops side by side leave their scopes in any order; the replica of the last scope draws.
     _entered: ClassVar[list["RandomScope"]] = []
@@ -172,7 +172,7 @@ class RandomScope:
 
     @classmethod
     def is_entered(cls) -> bool:
-        """Whether the process is inside such a context, so that random numbers belong to a replica."""
+        """Whether the process is inside a context of this class, so that random numbers belong to a replica."""
         return bool(cls._entered)
 
     def __enter__(self) -> None:
@@ -304,7 +304,7 @@ _bits: Final = np.random.MT19937()
 
 
 def _exchange_numpy() -> Any:
-    """Replace numpy's bit generator, and return the old one, because reading a state is slow."""
+    """Replace numpy's bit generator, and return the old generator, because reading a state is slow."""
     own: Any = get_bit_generator()
     # ``_bits`` is in use already if a dataset reads from another loader.
     set_bit_generator(np.random.MT19937() if own is _bits else _bits)
@@ -422,7 +422,7 @@ def isolated(work: Callable[[Reseed], T]) -> T:
 
 
 def remember_states() -> Callable[[], None]:
-    """Save the present random states, and return a function that restores them.
+    """Save the present random states, and return a function that restores these states.
 
     Until the function is called, the generators continue from other states.
     """

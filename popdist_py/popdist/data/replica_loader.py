@@ -211,7 +211,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(self._fetched(), number)
 
     def _fetched(self) -> Iterator[Fetched]:
-        """Return an iterator over shares and contents; without workers, not torch's iterator, which is slow."""
+        """Return an iterator over shares and their contents; without workers, avoid torch's slow iterator."""
         iterator: Iterator[Any] = super().__iter__()  # also checks options, and draws from a given generator
         is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
         return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch's annotation says that items are batches

@@ -92,7 +92,7 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
 
 
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
-    """Return the buffers that changed in the step; ``all_of_them`` compares even large buffers without a write."""
+    """Return the buffers that changed in the step; ``all_of_them`` also compares large ones without a write."""
     found: dict[str, Tensor] = {}
     others: dict[str, tuple[Tensor, Tensor]] = {}  # on accelerators: compared together, because a wait costs time
     for name, buffer in buffers.items():
@@ -125,12 +125,12 @@ def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list
 
 
 def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the id of ``tensor`` and torch's count of writes, which show later whether the buffer changed."""
+    """Return the id of the buffer ``tensor`` and torch's count of writes, to see later if the buffer changed."""
     return id(tensor), num_writes(tensor)
 
 
 class ReplicaBuffers:
-    """The buffers of one wrapped model and, during its step, the buffers of all other models outside of a step.
+    """The buffers of one model; while the model runs a step, also the buffers of all models that run no step.
 
     The tables belong together: all describe the same buffers, at different moments of a step.
     """
@@ -315,7 +315,7 @@ class ReplicaBuffers:
         return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
-        """Return a mask with a bit for each changed buffer of this model, and the keys of others that changed."""
+        """Return a bit mask of this model's changed buffers, and the keys of other models' changed buffers."""
         keys = set().union(*filter(None, self._made))
         if not keys:
             return 0, []
@@ -388,7 +388,7 @@ class ReplicaBuffers:
                 self._tracked[key].assign(value)
 
     def _brought(self, kind: Kind, keys: Sequence[str], made: Mapping[str, Tensor] | None, replica: int) -> Tensor:
-        """Return one replica's term of the sum of buffers: values and the count 1; zeros if it is left out."""
+        """Return the flat tensor that a replica adds to the sum: its buffers and the count 1, or zeros."""
         device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
         flat = flatten([*((made or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
@@ -427,7 +427,7 @@ def label_of_copy(label: str | None) -> str | None:
 
 
 def check_buffers(module: nn.Module) -> None:
-    """Raise WeightsError if a buffer in ``module`` has a value that a pass outside of the micro batches wrote."""
+    """Raise WeightsError if a forward pass outside of the micro batches has written a buffer in ``module``."""
     for model in _models_in(module):
         if written := model.written_outside():
             raise WeightsError(_outside_fault(written, model.module))

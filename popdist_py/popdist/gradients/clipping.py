@@ -85,7 +85,7 @@ def _clip(given: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be
 
 
 def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return each gradient's norm in the gradient's dtype, on the first one's device, equal on all instances."""
+    """Return each gradient's norm in the gradient's dtype, all on one device, equal on all instances."""
     cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     with group.undivided(text):
         group.agree(text)
@@ -128,7 +128,7 @@ def _owner(ranges: list[range]) -> int:
 
 
 def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients together if the parts of a gradient are on several instances."""
+    """Return the norm of all gradients together, if instances have only parts of the gradients."""
     if norm_type <= 0:
         raise GradientError(f"{text}: norm_type must be greater than 0 where several instances share a model")
     replica = context.instances_of_replica()
@@ -156,7 +156,7 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
 
 
 def _holders(text: str, parameter: Any) -> list[int]:
-    """Return the instances over which a DTensor is placed; for a plain parameter only this instance."""
+    """Return the instances that have parts of the DTensor ``parameter``; for a plain parameter this instance."""
     contract = context.environment().contract
     if is_distributed(parameter):
         ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()

@@ -79,7 +79,7 @@ def add_flat(left: FlatTensors, right: FlatTensors) -> FlatTensors:
 
 
 def scale_flat(tensors: FlatTensors, *, times: float = 1.0, over: float = 1.0) -> None:
-    """Multiply each of ``tensors`` by ``times``, then divide by ``over``, in place; a 1 changes nothing."""
+    """Multiply each of the flat ``tensors`` by ``times`` and divide by ``over``, in place; 1 changes nothing."""
     for flat in tensors:
         if times != 1:
             flat.mul_(times)
@@ -117,7 +117,7 @@ class FlatBuffer:
     size: int = 0
 
     def append(self, index: int, parameter: Parameter) -> None:
-        """Reserve a slot at the end of the buffer for the gradient of ``parameter``, number ``index``."""
+        """Reserve a slot at the buffer's end for the gradient of ``parameter``, the model's number ``index``."""
         self.members.append((index, parameter, self.size))
         self.size += -(-num_real_elements(parameter) // ALIGNMENT) * ALIGNMENT
 
@@ -197,7 +197,7 @@ class GradientLayout:
 
     @cached_property
     def moved_early(self) -> frozenset[int]:
-        """The Python ids of parameters whose gradients are handled one by one, if the step sends nothing early.
+        """The Python ids of parameters whose gradients are moved one by one if no gradient is sent early.
 
         A large gradient is moved while it is in the cache; for one on an accelerator its stream is recorded.
         """
@@ -222,7 +222,7 @@ class GradientLayout:
             parameter.grad = None
 
     def make_wide(self, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Return memory for one float32 or float64 gradient, in ``tensors``; if None, in new zero tensors."""
+        """Return memory for one gradient in float32 or float64: ``tensors``, or new tensors of zeros for None."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in buffers]
         found = {
@@ -235,14 +235,14 @@ class GradientLayout:
         return FlatGradient(tensors=tensors, slots=slots, slot_of=slot_of)
 
     def make_narrow(self, dtype: torch.dtype, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Return memory of ``dtype`` for the sum over replicas, in ``tensors``; if None, in new zero tensors."""
+        """Return memory of ``dtype`` for the sum over replicas: ``tensors``, or new tensors of zeros for None."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=dtype, device=it.device) for it in buffers]
         return FlatGradient(tensors=tensors, slots=[], slot_of={})
 
     @torch.no_grad()
     def fill(self, into: FlatGradient, times: float = 1.0, *, clears: bool = False) -> int:
-        """Copy each ``.grad`` or zeros into its slot of ``into``, times ``times``; return a :meth:`used` mask."""
+        """Copy each ``.grad`` (None: zeros) into ``into``, times ``times``; return the mask of :meth:`used`."""
         used, slots, gradients = 0, list[Tensor](), list[Tensor]()
         for position, (parameter, slot) in enumerate(zip(self._parameters, into.slots, strict=True)):
             gradient = parameter.grad
@@ -292,13 +292,13 @@ def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
 
 
 def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:
-    """Return the tree nodes (partial sums over replicas) that ``instance`` can add from its own replicas."""
+    """Return the partial sums (nodes of the tree of additions) that ``instance`` computes from its replicas."""
     replicas = layout.replicas_of(instance)
     return aligned_nodes(replicas.start, replicas.stop, layout.num_replicas)
 
 
 def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | None:
-    """Return each host's tree node (partial sum over its replicas); None if a host's replicas form no node."""
+    """Return for each host the partial sum (tree node) of its replicas; None if its replicas form no node."""
     block = layout.num_local_replicas * num_local
     if block & (block - 1):
         return None
@@ -341,7 +341,7 @@ def joined(runs: Sequence[range]) -> list[range]:
 def scatter_sum(
     group: Group, layout: ReplicaLayout, own: Sequence[Tensor], wanted: Sequence[Sequence[range]]
 ) -> None:
-    """Overwrite this instance's ``wanted`` ranges of its first partial sum in ``own`` with the job's sum."""
+    """Add the partial sums ``own`` of all instances; each gets only its ``wanted`` ranges, in ``own[0]``."""
     reduction, op = sum_over_hosts(group, layout, own[0].device), sum_of(own[0].dtype)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
     for number in range(max(map(len, rounds))):
@@ -377,7 +377,7 @@ class SharedSum:
             self._place_mine(self._reserved.row)
 
     def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
-        """Overwrite ``mine[0]`` with the sum over all instances. Return False on all if the host lacks memory."""
+        """Overwrite this instance's first partial sum with the job's sum; return False if memory is short."""
         # not before do the instances know that all have the same forms
         if not self._reductions and not self._connect():
             return False
@@ -416,7 +416,7 @@ class SharedSum:
         self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
 
     def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
-        """Return the flat tensors of node ``position`` in an instance's ``memory``, each from a cache line on."""
+        """Return the flat tensors of partial sum ``position`` in an instance's ``memory``, cache line aligned."""
         start, tensors = position * sum(self._stretches), []
         for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
             tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
@@ -432,7 +432,7 @@ class RepeatedSum:
         self._shared: SharedSum | None = None
 
     def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
-        """Return the sum over all replicas of ``own``, this instance's partial sums. All instances call this."""
+        """Return the sum over all replicas from ``own``, this instance's partial sums. All instances call this."""
         if layout.num_instances == 1:
             return finish(own, layout.num_replicas, add_flat)
         rows, host = list(own.values()), group.backend.host_group

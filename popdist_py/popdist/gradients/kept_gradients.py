@@ -41,7 +41,7 @@ class KeptGradients(GradientKeeper):
         memory.begin_step()
 
     def begin(self, *, scales: bool) -> int:
-        """Begin a step on a whole batch; return a digest of the gradients that will be sent early, 0 if none."""
+        """Begin a step on a batch; return a digest of gradients to send during the backward pass, 0 if none."""
         overlap = self._memory.overlap
         if overlap is not None and self._find_parts() is None:
             self._early = overlap.begin_step(scales=scales)
@@ -95,7 +95,7 @@ class KeptGradients(GradientKeeper):
         self._push(index, room)
 
     def close(self) -> int:
-        """Send the rest of the gradients if some were sent early; return a number for the way of addition."""
+        """Send the remaining buckets, if some were sent early; return a code for the way of addition."""
         self._parts = self._find_parts()
         way = 0 if self._early is None else self._early.close(self._replicas.values)
         return way if self._parts is None else self._parts.number
@@ -108,7 +108,7 @@ class KeptGradients(GradientKeeper):
             parts.replace_grads(self._memory.group)
 
     def end(self) -> None:
-        """Release the channel, so that another step can send gradients early. Never raises."""
+        """Release the network channel, so that another step can send gradients early. Never raises."""
         if self._early is not None:
             self._early.end()
 
@@ -133,7 +133,7 @@ class KeptGradients(GradientKeeper):
         return self._open[replica]
 
     def _find_parts(self) -> GradientParts | None:
-        """Return the parts of the sum that the instances need; None if every instance needs the whole sum."""
+        """Return the parts of the sum that single instances need; None if every instance needs the whole sum."""
         if self._memory.shared is not None or len(self._memory.group.instances) == 1:
             return None
         return parts_of(self.gradients)

@@ -115,14 +115,14 @@ class GradientMemory:
         return shared or self.of_micro_batches.get()
 
     def _shared_for(self, replica: int) -> FlatGradient | None:
-        """Return the shared memory of the partial sum that begins with ``replica``; None if there is none."""
+        """Return shared memory for the partial sum whose first replica is ``replica``; None if there is none."""
         if replica not in self._node_of or not self.shared_rooms:
             return None
         return self.shared_rooms[self._node_of[replica]]
 
     @property
     def shared_rooms(self) -> list[FlatGradient]:
-        """The shared memory for each partial sum of this instance; empty if the host has no room (yet)."""
+        """The shared memory of this instance's partial sums; empty if the host has not yet allocated memory."""
         if self.shared is None:
             return []
         if not self._shared_rooms:
@@ -132,14 +132,14 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum over all instances, divided by ``over``; None if the instances share no memory."""
+        """Return the sum of ``own`` over all instances, divided by ``over``; None if they share no memory."""
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None
         return None
 
     def rounded(self, gradient: FlatGradient, replica: int) -> FlatGradient:
-        """Return a local replica's ``gradient`` rounded to the dtype ``narrow``; unchanged if that is None."""
+        """Return a replica's ``gradient`` rounded to the dtype ``narrow``; unchanged if ``narrow`` is None."""
         if self.narrow is None:
             return gradient
         narrow = self._shared_for(replica) or self.of_replicas.get()
@@ -184,7 +184,7 @@ class ModelGradients:
         }
 
     def remove(self) -> tuple[dict[int, Tensor], bool]:
-        """Set every ``.grad`` to None; return the unused gradients by Python id, and whether others were used."""
+        """Set every ``.grad`` to None; return the unused gradients by Python id, and whether any had been used."""
         parameters = self.parameters()
         if parameters:
             self.device = parameters[0].device
@@ -256,7 +256,7 @@ class OldGradients:
         self.kept = found
 
     def number(self, *, add: bool) -> int:
-        """Return a number that describes the kept gradients, for a header to all instances; 0 if none are kept."""
+        """Return a code for the kept gradients that is sent to all instances; 0 if no gradients are kept."""
         if not self.kept or self._is_decided:
             return 0
         if add:  # a digest of which parameters they belong to; else the place of the first of them, from 1

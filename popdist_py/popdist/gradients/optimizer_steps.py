@@ -64,7 +64,7 @@ def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], b
 
 
 def stepped_parameters() -> set[int]:
-    """Return the identities of the parameters of all optimizers that have made at least one step."""
+    """Return the Python ids of the parameters of all optimizers that have made at least one step."""
     return {id(parameter) for optimizer in tuple(_optimizers) for parameter in parameters_of(optimizer)}
 
 
@@ -82,12 +82,12 @@ def digest_of_rates(parameters: Collection[int]) -> int:
 
 
 def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:
-    """Record whether popdist made ``gradient``, and no instance has added a value of its own since."""
+    """Mark ``gradient`` as reduced over all replicas by popdist, or as not reduced."""
     gradient._popdist_reduced = is_reduced  # noqa: SLF001 - an attribute of popdist, not of torch
 
 
 def is_reduced(gradient: Tensor) -> bool:
-    """Whether popdist has made ``gradient``, so that it is equal on all instances."""
+    """Whether popdist has reduced ``gradient`` over all replicas, so that it is equal on all instances."""
     return bool(getattr(gradient, "_popdist_reduced", False))
 
 

@@ -162,19 +162,19 @@ class Overlap:
         return BucketAllReduce(self.channel, nodes, self._num_replicas, into, local)
 
     def num_expected(self) -> list[int]:
-        """Return the number of gradients that each bucket waits for; in the first step more than will come."""
+        """Return for how many gradients each bucket waits; in the first step no bucket is complete early."""
         return [
             sum(id(member) in self.expected for member in members) + (not self.expected)
             for members in self.members
         ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
-        """Return the sum of the gradients that the new step sends early; None if it sends none early."""
+        """Return the sum of the gradients that the step sends during its backward pass; None if it sends none."""
         number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
     def number_of_step(self) -> int:
-        """Return a digest of the gradients that this instance would send early in a step; 0 if none."""
+        """Return a digest of the gradients that this instance would send during the backward pass; 0 if none."""
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
@@ -246,7 +246,7 @@ class LastMicroBatch:
         self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
 
     def check_stream(self, parameter: Tensor) -> None:
-        """Check whether this thread may read a new gradient in its stream; otherwise send no more early."""
+        """Check whether this thread may read a new gradient in its stream; if not, stop early sending."""
         self._is_blocked |= not self._is_in_order(parameter.device) or (
             parameter.grad is not None and parameter.grad.layout != torch.strided
         )
@@ -258,7 +258,7 @@ class LastMicroBatch:
 
     @torch.no_grad()
     def add(self, number: int, weight_scale: float) -> list[Tensor]:
-        """Return this instance's partial sums of bucket ``number``, bitwise equal to a sum after the step."""
+        """Return this instance's partial sums of bucket ``number``, bitwise equal to the final partial sums."""
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
             slot = wide.slot_of[id(parameter)]
@@ -279,7 +279,7 @@ class LastMicroBatch:
         return list(replicas.nodes.values())
 
     def _is_in_order(self, device: torch.device) -> bool:
-        """Whether this thread uses the stream of ``device`` in which the micro batch began, without a capture."""
+        """Whether this thread uses the stream in which the micro batch began, and captures no graph in it."""
         if device not in self._streams:
             return True
         is_same = torch.accelerator.current_stream(device) == self._streams[device]
@@ -328,7 +328,7 @@ class OverlappedSum:
             self._last = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Send each bucket that the gradient of ``parameter`` completes, if all instances have agreed."""
+        """Send each bucket that the gradient of ``parameter`` completes, if all have agreed to send early."""
         if self._last is None:
             return
         with self._lock:
@@ -343,7 +343,7 @@ class OverlappedSum:
                 self._num_early += 1
 
     def close(self, own: Sequence[FlatGradient]) -> int:
-        """Send the rest of the buckets ``own``; return ``-number`` if all sent buckets were right, else 0."""
+        """Send the remaining buckets ``own``; return a negative code if all sent ones were right, otherwise 0."""
         with self._lock:
             if not self._is_agreed():
                 return 0
@@ -355,7 +355,7 @@ class OverlappedSum:
             return -self.number if is_final else 0
 
     def wait(self, over: float, *, are_right: bool) -> FlatGradient | None:
-        """Wait for the buckets that were sent; return the sums divided by ``over`` if ``are_right``, else None."""
+        """Wait for the sent buckets; return the sums divided by ``over``, or None if a sent gradient was wrong."""
         was_sent, self._num_sent = self._num_sent > 0, 0
         if are_right:
             return self._overlap.finish(over)
@@ -416,7 +416,7 @@ class OverlappedSum:
             self._send([node.tensors[bucket.buffer][bucket.run] for node in own])
 
     def _is_final(self, last: FlatGradient) -> bool:
-        """Whether the gradients sent early are bitwise equal to ``last``, the gradients at the end."""
+        """Whether the gradients sent early are bitwise equal to ``last``, the gradients at the end of the step."""
         starts = {bucket.buffer: bucket.start for bucket in self._overlap.buckets[: self._num_early]}
         sent = self._overlap.sent
         pairs = [(sent.tensors[it][start:], last.tensors[it][start:]) for it, start in starts.items()]

@@ -52,7 +52,7 @@ class GradientElsewhere(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run torch's operator ``func``, which has such gradients among its arguments."""
+        """Run torch's operator ``func``, of which at least one argument is a GradientElsewhere."""
         del types
         if (unscaler := torch_private.unscaler_of(func)) is not None:
             return cls.unscale(unscaler, *args)
@@ -62,17 +62,17 @@ class GradientElsewhere(Tensor):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Divide ``gradients`` by a GradScaler's scale, and set ``found_inf`` if one has NaN or infinity."""
+        """Divide ``gradients`` by a GradScaler's scale; set ``found_inf`` if an element is NaN or infinity."""
         raise NotImplementedError
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operator ``func``, which is not the unscaling of a GradScaler."""
+        """Run any operator ``func`` on gradients, except the unscaling of a GradScaler."""
         raise NotImplementedError
 
 
 def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
-    """Return ``value`` with each gradient of this class replaced by its whole tensor, also added to ``wholes``."""
+    """Return ``value`` with each GradientElsewhere replaced by its whole tensor, also appended to ``wholes``."""
     if isinstance(value, dict):
         return {key: with_wholes(it, wholes) for key, it in value.items()}
     if isinstance(value, list | tuple):
@@ -152,7 +152,7 @@ class PartialGradient(GradientElsewhere):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Divide ``gradients`` by a GradScaler's scale; set ``found_inf`` on all if one instance finds NaN."""
+        """Divide ``gradients`` by a GradScaler's scale; all get ``found_inf`` if one instance finds NaN."""
         parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
         group = parts[0]._step.group  # noqa: SLF001 - its own class
         text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
@@ -164,7 +164,7 @@ class PartialGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``func`` on this instance's elements if it zeroes or scales; otherwise on whole gradients."""
+        """Run ``func`` on this instance's elements if it only scales or zeroes, otherwise on whole gradients."""
         if func is _aten.zero_.default or (func in _SCALING and is_number(args[1])):
             # by dimensions torch picks the dtype
             func(args[0].here if args[0].dim() else args[0].content, *args[1:])
@@ -202,7 +202,7 @@ class StepGradients:
             self._members.append((weakref.ref(parameter), weakref.ref(gradient)))
 
     def gather(self) -> None:
-        """Gather all elements of the step's gradients, as an ordinary ``.grad`` each; all instances call this."""
+        """Gather the elements of all gradients of the step into ordinary tensors. All instances must call this."""
         pairs = [(parameter(), gradient()) for parameter, gradient in self._members]
         text = f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
         with self.group.undivided(text):
@@ -248,7 +248,7 @@ class GradientParts:
         self.number = 1 + int.from_bytes(digest, "little")
 
     def add(self, group: Group, layout: ReplicaLayout, own: Sequence[FlatGradient], over: float) -> FlatGradient:
-        """Return the sum over all replicas, divided by ``over``; right only where this instance needs elements."""
+        """Return the sum over all replicas, divided by ``over``; right only where this instance needs it."""
         for nodes, wanted in zip(zip(*(node.tensors for node in own), strict=True), self._wanted, strict=True):
             scatter_sum(group, layout, nodes, wanted)
             if over != 1:

@@ -72,7 +72,7 @@ class GradientKeeper:
         self.gradients = gradients
 
     def begin(self, *, scales: bool) -> int:  # noqa: ARG002 - for others
-        """Begin a step on a whole batch; return a digest of the gradients that will be sent early, 0 if none."""
+        """Begin a step on a batch; return a digest of gradients to send during the backward pass, 0 if none."""
         return 0
 
     def announce(self, header: Exchange) -> None:
@@ -83,7 +83,7 @@ class GradientKeeper:
         raise NotImplementedError
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Handle the gradient that was just accumulated in ``parameter.grad``; only for ``awaited`` ones."""
+        """Handle the gradient just accumulated in ``parameter.grad``, if ``awaited`` contains the parameter."""
 
     def add(self, index: int, weight: float, scale: float) -> None:
         """Add the gradients that micro batch ``index`` left in ``.grad``, times ``weight / scale``, to the sum."""
@@ -96,7 +96,7 @@ class GradientKeeper:
         """Use the remaining gradients of the step, because no other micro batch follows."""
 
     def close(self) -> int:
-        """Return a number for the way in which the step's gradients are added: see `EndHeader`."""
+        """Return a code for the way in which the instances add the step's gradients: see `EndHeader`."""
         return 0
 
     def finish(self, over: float, used: int, way: int) -> None:
@@ -209,7 +209,7 @@ class StepAgreement:
             self._old.drop_unless_added(told, add=self._adds, name=self.group.name)
 
     def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
-        """Return the number that divides the sum over all replicas; ``weights`` are the words of each instance."""
+        """Return the divisor of the sum over all replicas, which follows from the ``weights`` of all instances."""
         total = total_weight(self.layout, tuple(map(tuple, weights)))
         if reduction == "sum":
             return 1.0
@@ -218,7 +218,7 @@ class StepAgreement:
         return total / self.weight_scale()
 
     def arrive(self, place: int, words: Sequence[int] = (), used: int = 0) -> tuple[list[list[int]], int]:
-        """Wait until all instances have arrived at ``place``, a point in the last micro batch.
+        """Wait until all instances have arrived at ``place``, a point in the last backward pass.
 
         Returns the words of each instance, and a mask of the parameters that any instance has used. Raises
         MicroBatchError if an instance has abandoned the step.
@@ -238,7 +238,7 @@ class StepAgreement:
     def finish(
         self, reduction: MeanOrSum, weights: Sequence[float], fault: str | None = None, *, add: bool = False
     ) -> None:
-        """Set every ``.grad`` and buffer to its value over all replicas, or raise one instance's fault on all.
+        """Set ``.grad`` and buffers to the values over all replicas; if an instance has a fault, raise it on all.
 
         ``weights`` are the weights of this instance's partial sums in the tree of additions over the replicas.
         """
@@ -295,7 +295,7 @@ class StepAgreement:
     def _exchange_ends(
         self, state: str, way: int, words: Sequence[int], changes: StepChanges = NO_CHANGES
     ) -> tuple[list[EndHeader], list[list[int]]]:
-        """Exchange the headers that end the step; return all instances' headers, and the words after each."""
+        """Exchange the messages that end the step; return each instance's header and the numbers after it."""
         size = len(EndHeader._fields)
         numbers = self._start_end(state, way, words, changes).wait()
         return [EndHeader._make(it[:size]) for it in numbers], [it[size:] for it in numbers]

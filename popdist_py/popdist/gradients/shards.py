@@ -25,7 +25,7 @@ ALIGNMENT: Final = 128
 
 
 def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bool]) -> list[list[range]]:
-    """Return each share's range of each parameter; shares have about equal sizes and no common element."""
+    """Divide the elements of parameters into shares of about equal size; return each share's ranges."""
     shares: list[list[range]] = [[] for _ in range(num_shares)]
     total, start = sum(sizes), 0
     for size, can_cut in zip(sizes, may_cut, strict=True):
@@ -46,7 +46,7 @@ def _cut(position: int, size: int, *, can_cut: bool) -> int:
 
 
 def may_be_cut(parameter: Tensor) -> bool:
-    """Whether computing parts of ``parameter`` separately gives elements that are bitwise equal."""
+    """Whether an update in parts gives ``parameter`` elements bitwise equal to an update of the whole."""
     # several threads cut a tensor at other places, and rounding to half precision makes the instructions visible
     is_wide = parameter.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
     return parameter.device.type != "cpu" or is_wide or torch.get_num_threads() == 1

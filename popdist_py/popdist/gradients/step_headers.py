@@ -63,12 +63,12 @@ class BeginHeader(NamedTuple):
 
     @property
     def heaviest_weight(self) -> float:
-        """The heaviest weight, or a negative number that says why the instance makes no step."""
+        """The weight of the heaviest micro batch, or a negative number for the reason why there is no step."""
         return as_floats([self.heaviest])[0]
 
 
 class EndHeader(NamedTuple):
-    """The header that an instance sends when its step ends, before the weights of its tree nodes."""
+    """The header that an instance sends when its step ends; the weights of its partial sums follow."""
 
     state: int  # index in ``STATES``
     changes: int  # a digest of used parameters and changed buffers
@@ -126,10 +126,10 @@ class StepChecks:
         return None
 
     def begin_loop(self) -> None:
-        """Begin to record the writes of the loop over micro batches."""
+        """Begin to record writes to buffers in the loop over micro batches."""
 
     def end_loop(self, *, is_complete: bool) -> None:
-        """Stop recording writes to the weights, and warn of wrong writes if the loop was complete."""
+        """Stop recording writes to buffers, and warn of wrong writes if the loop was complete."""
 
 
 NO_CHECKS: Final = StepChecks()
@@ -150,7 +150,7 @@ class ModelChecks:
         """Record the inputs of the model outside of micro batches, in a pass with a gradient."""
 
     def watch(self, forward: Callable[[], R]) -> R:
-        """Call the module's forward pass, and record what it changes."""
+        """Call ``forward``, the module's forward pass, and return its result; record the state that changes."""
         return forward()
 
 
@@ -165,7 +165,7 @@ class StepChanges:
 
     @property
     def digest(self) -> int:
-        """Return a number of 56 bits that is equal for equal changes."""
+        """A number of 56 bits that is equal for equal changes."""
         return _digest(self.mask, self.others, self.irregular, self.starts)
 
 
@@ -174,7 +174,7 @@ NO_CHANGES: Final = StepChanges()
 
 @lru_cache(maxsize=64)
 def _digest(mask: int, *others: object) -> int:
-    """Return the digest of changes; cached, because most steps have the same changes."""
+    """Return a digest of a step's changes; cached, because most steps have the same changes."""
     data = mask.to_bytes(mask.bit_length() // 8 + 1, "little")
     if any(others):
         data += repr(others).encode()
@@ -183,7 +183,7 @@ def _digest(mask: int, *others: object) -> int:
 
 @lru_cache(maxsize=64)
 def _only(used: int) -> StepChanges:
-    """Return the changes of a step in which no buffer has changed."""
+    """Return the changes of a step that used the parameters in the mask ``used`` and changed no buffer."""
     return StepChanges(mask=used)
 
 
@@ -248,7 +248,7 @@ def _compare_starts(group: Group, starts: Sequence[Sequence[tuple[str, int]]]) -
 
 
 def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None:
-    """Raise WeightsError on every instance if a buffer differs between instances that have it."""
+    """Raise WeightsError on every instance if a buffer in ``keys`` differs between instances that have it."""
     tensors = [buffers.tensor_of(key) for key in keys]
     forms = [None if tensor is None else [str(tensor.dtype), *tensor.shape] for tensor in tensors]
     text = "compare buffers that were made in a step"

@@ -97,7 +97,7 @@ class StoredGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record a change by numbers to a stored gradient, or run ``func`` on gradients read from the store."""
+        """Record an operator that changes a stored gradient by numbers; run any other on loaded gradients."""
         name = func.overloadpacket.__name__
         if isinstance(args[0], StoredGradient):
             gradient = args[0]
@@ -126,7 +126,7 @@ def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
 
 
 def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StoredGradient:
-    """Record the operator ``func``, which changes ``gradient`` by numbers; a used gradient may only be zeroed."""
+    """Record an operator such as ``mul_(2)`` that changes ``gradient``; it runs when the gradient is read."""
     source, name = gradient.source, func.overloadpacket.__name__
     if source.read is None and name != "zero_":
         return gradient.whole  # type: ignore[return-value] # it raises

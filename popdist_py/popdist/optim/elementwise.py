@@ -88,7 +88,7 @@ _EVEN: Final = 128
 
 
 class _NotElementwiseError(Exception):
-    """Raised if an optimizer does not update each element independently; the message is the reason."""
+    """The error that an optimizer does not update each element independently; the message is the reason."""
 
 
 def check_elementwise(

@@ -188,7 +188,7 @@ class LowPrecision(PieceOptimizer):
         self._know_names(state_dict)
 
     def _know_names(self, state_dict: Mapping[str, Any]) -> None:
-        """Add the names of elementwise state in a saved state, such as the state that ``amsgrad`` adds."""
+        """Record the names of elementwise state in a saved state, such as the state that ``amsgrad`` adds."""
         states = state_dict["state"].values()
         names = {
             name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1
@@ -306,7 +306,7 @@ class _InnerStep:
 
 
 def _store(wide: Tensor, held: Tensor, name: str, place: Place, group: Mapping[str, Any]) -> None:
-    """Round ``wide`` into the tensor ``held``; both may have the same memory if ``held`` is float32."""
+    """Round the float32 tensor ``wide`` into ``held``; both may have the same memory if ``held`` is float32."""
     wide = wide.detach().reshape(-1).to(torch.float32)
     if held.dtype in HALVES and group["rounding"] == "stochastic":
         round_by_chance(wide, held, name, place, seed=group["seed"], step=group["num_steps"])

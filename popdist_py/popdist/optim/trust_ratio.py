@@ -155,7 +155,7 @@ def _roots(of_weights: float, of_measured: float) -> tuple[float, float]:
 
 
 class LAMB(TrustRatioOptimizer):
-    """LAMB, algorithm 2 of arXiv 1904.00962, for batches of thousands of samples.
+    """The optimizer LAMB (algorithm 2 of arXiv 1904.00962), for batches of thousands of samples.
 
     m and v are the running means of the gradient and of its square, as in Adam, and u = m / (sqrt(v) + eps) +
     weight_decay · w. Each parameter changes by -lr · r · u. The trust ratio r is min(‖w‖, max_weight_norm) / ‖u‖;
@@ -265,7 +265,7 @@ def _trust_ratio(weight_norm: float, update_norm: float, limit: float | None) ->
 
 
 class LARS(TrustRatioOptimizer):
-    """LARS, algorithm 1 of arXiv 1708.03888, for batches of thousands of samples.
+    """The optimizer LARS (algorithm 1 of arXiv 1708.03888), for batches of thousands of samples.
 
     With the gradient g, each parameter has the local rate λ = trust_coefficient · ‖w‖ / (‖g‖ + weight_decay ·
     ‖w‖); λ is 1 if either norm is 0. Then v = momentum · v + lr · λ · (g + weight_decay · w), and w changes by -v.

@@ -215,7 +215,7 @@ def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
 
 
 def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
-    """Whether parameters of ``module`` are to be updated, but none of these parameters has a gradient."""
+    """Whether an optimizer updates parameters of ``module``, but none of these parameters has a gradient."""
     trained = [it for it in module.parameters() if it.requires_grad and id(it) in updated]
     return bool(trained) and all(it.grad is None for it in trained)
 

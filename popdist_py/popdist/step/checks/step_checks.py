@@ -155,7 +155,7 @@ class WrittenWeights:
         self._before: int | None = None
 
     def since_before(self) -> int:
-        """Return a digest of the writes since the last call; 0 in the first call, or after useless comparisons."""
+        """Return a digest of writes to the weights since the last call; 0 at first, or if it was of no use."""
         if self.num_vain == _MOST_IN_VAIN:
             return 0
         parameters = [it for it in self.module.parameters() if not it.is_inference()]
@@ -237,7 +237,7 @@ class CheckedStep(StepChecks):
             _warn_of_equal(group, [it for (it,) in group.start("compare the samples", [self.inputs]).wait()])
 
     def fault(self) -> str | None:
-        """Return, as text, a fault of a forward pass or the first parameter written in this step; or None."""
+        """Return a text about a fault of a forward pass or a parameter written in this step; None if no fault."""
         if found := next_fault():
             return found
         place = None if self._sums is None else self._sums.first_change()

@@ -100,7 +100,7 @@ def _array_of(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
 
 
 def _pooled(values: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
-    """Return mean, variance and count by channel over all participants (Chan, Golub and LeVeque 1979)."""
+    """Return each channel's mean, variance and count over the replicas of a group (Chan, Golub, LeVeque 1979)."""
     num_channels, counts = values.shape[1] // 2, values[:, -1:]
     means, variances = values[:, :num_channels], values[:, num_channels:-1]
     count = float(tree_sum_of_values(counts)[0])
@@ -110,7 +110,7 @@ def _pooled(values: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
 
 
 class _Normalise(torch.autograd.Function):
-    """A BatchNorm layer over the samples of a group; all participants call its forward and backward pass."""
+    """A BatchNorm layer over the samples of a group; all replicas of the group run its two passes together."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients for this participant's samples, from the losses of all participants."""
+        """Return the gradients of this replica's samples, weight and bias, from the losses of all replicas."""
         x, weight, mean, variance = ctx.saved_tensors
         norm, turn, wide = ctx.norm, ctx.turn, mean.dtype
         eps, dtype = norm.layer.eps, x.dtype
@@ -179,7 +179,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor`` in the memory format for which torch's kernels are fast."""
+    """Return ``tensor`` contiguous, in the memory format channels_last if ``like`` has only this format."""
     is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
     if is_last and not like.is_contiguous():
         return tensor.contiguous(memory_format=torch.channels_last)

@@ -62,7 +62,7 @@ def _size_of_tensors(tensors: Sequence[Any]) -> int | None:
 
 
 def slice_batch(batch: Nest, samples: range) -> Nest:
-    """Return some samples of ``batch`` as a nest of the same types, whose tensors are views."""
+    """Return the ``samples`` of ``batch`` in the same nested containers; the tensors are views."""
 
     def cut(nest: Nest) -> Nest:
         if isinstance(nest, torch.Tensor) or is_list_of_strings(nest):
@@ -73,7 +73,7 @@ def slice_batch(batch: Nest, samples: range) -> Nest:
 
 
 def to_device(nest: Nest, device: torch.device) -> Nest:
-    """Return ``nest`` with its tensors, and other objects that have a method ``to``, on ``device``."""
+    """Return the nested containers ``nest`` with all tensors, and other objects that have ``to``, on ``device``."""
     if isinstance(nest, torch.Tensor):
         return _aligned(nest if nest.device == device else nest.to(device, non_blocking=device.type != "cpu"))
     if type(nest) in (tuple, list):
@@ -110,7 +110,7 @@ def is_list_of_strings(nest: Nest) -> bool:
 
 
 def map_nest(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
-    """Return a nest like ``nest`` with ``function`` applied to each child; a leaf stays unchanged."""
+    """Return a container like ``nest`` with ``function`` applied to each child; a leaf stays unchanged."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         kind: Any = type(nest)
         return kind._make(map(function, nest))  # a subclass such as PackedSequence may have another constructor
@@ -147,7 +147,7 @@ def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
 
 
 def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
-    """Yield, for each child of ``nest``, its access in Python, such as ``[1]`` or ``.mask``, and the child."""
+    """Yield each child of the container ``nest``, after its access in Python, such as ``[1]`` or ``.mask``."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         yield from ((f".{name}", value) for name, value in zip(nest._fields, nest, strict=True))
     elif isinstance(nest, list | tuple):
@@ -161,7 +161,7 @@ def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
 
 
 def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield, for each leaf of ``nest`` or empty container, its access in Python, and the leaf."""
+    """Yield each leaf in the nested containers ``nest``, after its access in Python, such as ``[1].mask``."""
     children = [] if isinstance(nest, Tensor) else [*children_of(nest)]
     if not children:
         yield place, nest
@@ -185,7 +185,7 @@ def split_batch(
     split: Split | None = None,
     weights: Sequence[float] | None = None,
 ) -> Splitting:
-    """Split ``batch`` into micro batches; the weight of each is its number of samples, or is in ``weights``."""
+    """Split ``batch`` into micro batches; each weighs as much as it has samples, unless ``weights`` is given."""
     is_whole = num_replicas == 1 and type(accumulation) is int and accumulation == 1
     if is_whole and split is None and weights is None and type(batch) in (tuple, list):
         size = _size_of_tensors(batch)
@@ -220,7 +220,7 @@ def split_batch(
 
 
 def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
-    """Return the loader's batch ``batch``, or the loaders' batches in a tuple or list; empty for anything else."""
+    """Return the batches of popdist's loaders: ``batch`` or the items of a tuple or list; empty if none is one."""
     batches = tuple(batch) if type(batch) in (tuple, list) else (batch,)
     return batches if all(hasattr(it, "micro_batches") for it in batches) else ()
 
@@ -271,7 +271,7 @@ def _apply(split: Split, batch: Nest) -> list[Nest]:
 
 
 def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest], list[int]]:
-    """Return the parts of a nest of tensors, and the number of samples of each part."""
+    """Cut a batch of tensors into micro batches; return the micro batches and the number of samples of each."""
     num_samples = count_samples(batch)
     if num_replicas == accumulation == 1:
         return [batch], [num_samples]

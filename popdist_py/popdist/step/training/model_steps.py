@@ -117,7 +117,7 @@ class ModelSteps:
         joint_modules[self] = self._state.reference
 
     def _prepare(self) -> None:
-        """Make all that a copy of this object makes for itself and does not take from the first one."""
+        """Make the attributes that every copy of this object makes itself and does not take from the original."""
         watch_optimizers()
         watch_scalers()
         if self.layout.num_replicas > 1:

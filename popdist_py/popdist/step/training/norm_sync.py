@@ -54,7 +54,7 @@ class SyncPoint(NamedTuple):
     width: int = 0
 
     def __str__(self) -> str:
-        """Return the point in words, to follow the replica's name."""
+        """Return a text about the point, which follows the replica's name in a message."""
         if self.kind == "end":
             return "has ended its micro batch"
         if self.kind == "left":
@@ -109,12 +109,12 @@ class GroupSync:
             self.is_over = True
 
     def values(self) -> GroupValues:
-        """Return the arrays of all participants, in replica order, after all local participants have arrived."""
+        """Return the arrays of all replicas in the group, in order, after all local replicas have arrived."""
         self.check()
         return self._found
 
     def check(self) -> None:
-        """Raise the error that has ended the exchanges; do nothing if they have ended normally."""
+        """Raise the error that has ended the group's exchanges; do nothing if they have ended normally."""
         if self._trouble is not None:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
@@ -156,7 +156,7 @@ class GroupSync:
 
 
 def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
-    """Return the sum of at least one array, in the order of `popdist.ground.tree` over the rows."""
+    """Return the sum of the rows of ``values``, added in the order of the tree over replicas."""
     while len(values) > 1:
         rest = values[len(values) // 2 * 2 :]
         pairs = values[0 : len(values) - len(rest) : 2] + values[1::2]
@@ -218,7 +218,7 @@ class NormTurn:
 
     @property
     def share(self) -> float:
-        """Weight of the replica in the step's loss, divided by the weight of its group's heaviest participant."""
+        """The weight of the replica in the step's loss, divided by the largest weight in its batch norm group."""
         return self.sync.shares[self.replica]
 
     def sync_values(self, point: SyncPoint, values: ReplicaValues) -> GroupValues:
@@ -295,7 +295,7 @@ class NormGroups:
         return self._parts[instances]
 
     def turn(self, index: int) -> NormTurn:
-        """Return a context manager for micro batch ``index``, for an instance that has one replica."""
+        """Return a context for the batch norm layers in micro batch ``index``, if this instance has one replica."""
         part = self.plan[index]
         return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 

@@ -155,7 +155,7 @@ class Pipeline:
             raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
 
     def losses(self, runs: Sequence[Sequence[Tensor]], number: int, *, share: bool) -> Tensor | None:
-        """Return the losses of ``number`` micro batches; None without the last stage, unless ``share`` is True."""
+        """Return the losses of ``number`` micro batches; None without the last stage, unless they are shared."""
         if self._is_last:
             found = torch.stack([loss.double() for losses in runs for loss in losses])
         elif share:
@@ -185,7 +185,7 @@ def _after(close: Callable[[], None], forward: Callable[..., object], *args: obj
 
 
 def _copy_buffers(module: nn.Module, until: ExitStack) -> None:
-    """Give ``module`` copies of its buffers until the stack ``until`` closes."""
+    """Replace the buffers of ``module`` by copies until the ExitStack ``until`` closes."""
     found = [
         (owner, *named)
         for owner in module.modules()

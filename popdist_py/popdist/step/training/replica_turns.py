@@ -159,7 +159,7 @@ class ReplicaTurns(Generic[R]):
     def run_all(
         self, groups: NormGroups, bodies: Sequence[Callable[[], R] | None], weights: Sequence[float]
     ) -> list[R]:
-        """Compute all micro batches (None: without samples); return the results of ``bodies``, in order."""
+        """Call ``bodies``, one function per micro batch (None without samples); return their results in order."""
         found: dict[int, R] = {}
         first, accumulation = groups.plan[0].replicas.start, self._step.accumulation
         for part in groups.plan:
@@ -174,7 +174,7 @@ class ReplicaTurns(Generic[R]):
         return [found[index] for index in sorted(found)]
 
     def _run(self, size: int, sync: GroupSync, bodies: Mapping[int, Callable[[], R]]) -> dict[int, R]:
-        """Run the bodies of a group's local participants; return the results by replica, and keep gradients."""
+        """Call ``bodies``, one function per local replica of a group, in turns; return the results by replica."""
         if not bodies:
             return {}
         results: dict[int, R] = {}
@@ -215,7 +215,7 @@ class ReplicaTurns(Generic[R]):
         return results
 
     def _load_replica(self, replica: int) -> None:
-        """Give the model the buffers and gradients of ``replica``."""
+        """Put the saved buffers and gradients of ``replica`` back into the model."""
         self._buffers.load(self._made.pop(replica, {}))
         gradients = self._kept.pop(replica, None)
         if gradients is not None:

@@ -151,7 +151,7 @@ def _out_of_order(index: int, position: int, num_local_replicas: int, accumulati
 
 
 def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout) -> None:
-    """Raise GradientError on all instances if one ``found`` NaN or infinity, if instances share a replica."""
+    """Raise GradientError on all instances of a shared replica if one has ``found`` NaN or infinity."""
     if not context.environment().contract.parallelism.is_shared:
         return
     group, said = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
