@@ -54,7 +54,7 @@ running_loops: Final[dict[object, tuple["Batch", ...]]] = {}
 
 
 class Share(NamedTuple):
-    """This instance's share of a step: the indices of its samples, and the step's position in the epoch."""
+    """An instance's share of a step: the indices of its samples, and the step's position in the epoch."""
 
     epoch: int
     step: int  # number of the step, counted from where the epoch was begun or resumed

@@ -169,7 +169,7 @@ class EpochPosition:
         self.num_read = 0
         self._reader = reader
         self._is_running = False
-        self._number = 0  # number of the iteration, because what an older iteration reads no longer counts
+        self._number = 0  # number of the iteration, because reads of an older iteration no longer count
         self._agreement: str | None = agreement
         self._agree()
 

@@ -289,7 +289,7 @@ class _Generator(NamedTuple):
     draw: Callable[[], object]  # draws a number, which shows whether the program has drawn since the seeding
     save: Callable[[], Any]  # returns the program's state, which another state may replace now
     restore: Callable[[Any], object]
-    # takes the program's state; returns a function that tells whether numbers were drawn, faster than ``draw``
+    # takes the program's state; returns a function that says whether numbers were drawn, faster than ``draw``
     watch: Callable[[Any], Callable[[], bool]]
 
     def is_as_seeded(self, seed: int) -> bool:

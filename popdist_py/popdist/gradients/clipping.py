@@ -92,7 +92,7 @@ def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: floa
         if not gradients:
             return []
         gather_parts(group, cut)
-        return _gathered_norms(group, gradients, norm_type)  # of whole parameters, so with torch's bits
+        return _gathered_norms(group, gradients, norm_type)  # bitwise equal to torch's norms
 
 
 def _gathered_norms(group: Group, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:

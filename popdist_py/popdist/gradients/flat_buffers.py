@@ -89,7 +89,7 @@ def scale_flat(tensors: FlatTensors, *, times: float = 1.0, over: float = 1.0) -
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     if like.is_complex():
-        flat = flat.clone() if flat.storage_offset() % 2 else flat  # torch pairs up numbers at even places only
+        flat = flat.clone() if flat.storage_offset() % 2 else flat  # torch needs an even offset
         flat = torch.view_as_complex(flat.view(-1, 2))
     shaped = flat.to(like.dtype).view(like.shape)
     if like.is_contiguous():
@@ -112,7 +112,7 @@ class FlatBuffer:
 
     device: torch.device
     dtype: torch.dtype
-    # of each its position among all parameters, the parameter, and where its slot begins
+    # for each parameter: its position in the model, the parameter, and the start of its slot
     members: list[tuple[int, Parameter, int]] = field(default_factory=list)
     size: int = 0
 
@@ -128,7 +128,7 @@ class FlatGradient:
 
     tensors: FlatTensors
     slots: list[Tensor]  # each parameter's part of ``tensors``; none in narrow buffers
-    slot_of: dict[int, Tensor]  # by the identity of the parameter
+    slot_of: dict[int, Tensor]  # the key is the Python id of the parameter
 
     def clear(self) -> None:
         """Fill the flat buffers with zeros."""
@@ -147,7 +147,7 @@ class FlatGradient:
             return
         gradient = parameter.grad
         if type(gradient) is not Tensor and is_distributed(gradient):
-            local_gradient(parameter)  # now, as all instances of its mesh come by here in one order
+            local_gradient(parameter)  # now, because all instances of the mesh call this in the same order
             return
         if gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
             return  # ``GradientLayout.fill`` copies it later
@@ -210,9 +210,9 @@ class GradientLayout:
 
     def not_finite(self) -> int | None:
         """Return the position of the first parameter whose gradient has NaN or infinity; None if there is none."""
-        gradients = [local_gradient(parameter) for parameter in self._parameters]  # of all: the others wait
+        gradients = [local_gradient(parameter) for parameter in self._parameters]  # all: other instances wait
         found = [(i, gradient.isfinite().all()) for i, gradient in enumerate(gradients) if gradient is not None]
-        # one wait for all gradients of an accelerator
+        # one wait for an accelerator is enough for all its gradients
         are_finite = torch.stack([it.to(found[0][1].device) for _, it in found]).tolist() if found else []
         return next((i for (i, _), is_finite in zip(found, are_finite, strict=True) if not is_finite), None)
 
@@ -273,7 +273,7 @@ class GradientLayout:
             if not used >> position & 1:
                 parameter.grad = None
                 continue
-            gradient = slot.detach()  # which shares memory with ``source``
+            gradient = slot.detach()  # the slot's memory stays shared with ``source``
             if self._are_narrow:
                 gradient = gradient.to(parameter.dtype)
             if self._are_distributed:
@@ -311,7 +311,7 @@ def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) ->
     backend = group.backend
     local_collectives = None if device.type != "cpu" else backend.local_collectives
     nodes = None if local_collectives is None else nodes_of_hosts(layout, local_collectives.size)
-    if local_collectives is None or nodes is None:  # then each instance counts as a host of its own
+    if local_collectives is None or nodes is None:  # then each instance counts as one host
         nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
         return TwoLevelReduction(WaitingPeers(backend), nodes, layout.num_replicas)
     peers = backend.subgroup(backend.instances[local_collectives.group.rank :: local_collectives.size])
@@ -371,14 +371,14 @@ class SharedSum:
         self._num_bytes = max(map(len, self._nodes)) * sum(self._stretches)
         self._reserved: Reservation | None = None
         self._reductions: list[Reduction] = []
-        self.mine: list[FlatTensors] = []  # of each node of this instance; none while the host has no room
+        self.mine: list[FlatTensors] = []  # one for each node of this instance; empty while the host has no room
         with suppress(BackendError):
             self._reserved = host.reserve(self._num_bytes)
             self._place_mine(self._reserved.row)
 
     def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
         """Overwrite this instance's first partial sum with the job's sum; return False if memory is short."""
-        # not before do the instances know that all have the same forms
+        # only now do the instances know that all of them have the same forms
         if not self._reductions and not self._connect():
             return False
         for mine, given in zip(self.mine, own, strict=True):

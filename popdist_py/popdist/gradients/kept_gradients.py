@@ -30,14 +30,12 @@ class KeptGradients(GradientKeeper):
         self._replicas: TreeSum[FlatGradient] = TreeSum(
             memory.layout.num_replicas, memory.of_replicas.add, start=memory.first_replica
         )
-        self._open: dict[
-            int, TreeSum[FlatGradient]
-        ] = {}  # by local replica, the sum over its micro batches so far
-        self._current: FlatGradient | None = None  # where gradients of the micro batch that runs are moved
-        self._streams = set[torch.Stream]()  # in which gradients of the current micro batch were made
-        self._has_begun = False  # whether with a header of a whole batch
+        self._open: dict[int, TreeSum[FlatGradient]] = {}  # sums over micro batches; the key is the replica
+        self._current: FlatGradient | None = None  # memory for the micro batch that runs now
+        self._streams = set[torch.Stream]()  # the streams that computed gradients of the current micro batch
+        self._has_begun = False  # whether the step began with a header of a whole batch
         self._early: OverlappedSum | None = None
-        self._parts: GradientParts | None = None  # None where all instances get the whole sum
+        self._parts: GradientParts | None = None  # None if all instances get the whole sum
         memory.begin_step()
 
     def begin(self, *, scales: bool) -> int:
@@ -165,7 +163,7 @@ class KeptGradients(GradientKeeper):
         memory, buffers = self._memory, self.gradients.flat_buffers
         for nodes in zip(*(node.tensors for node in own), strict=True):
             add_instances(memory.group, memory.layout, list(nodes))
-        if buffers and memory.overlap is None and self._has_begun:  # all instances are together here
+        if buffers and memory.overlap is None and self._has_begun:  # all instances are at this place
             channel = memory.group.backend.channel([buffer.device for buffer in buffers])
             if channel is not None:
                 local = memory.group.backend.local_collectives

@@ -89,7 +89,7 @@ class GradientMemory:
         self.narrow = narrow  # the dtype to which each replica's gradient and each sum over replicas is rounded
         instance, num_replicas = group.backend.instance_index, layout.num_replicas
         self.first_replica = layout.replicas_of(instance).start
-        # by the first local replica of each of this instance's nodes: the number of the node
+        # the number of each of this instance's nodes; the key is the node's first local replica
         self._node_of = {
             span(node, num_replicas).start - self.first_replica: number
             for number, node in enumerate(nodes_of(layout, instance))
@@ -97,7 +97,7 @@ class GradientMemory:
         self.of_micro_batches = wide = GradientPool(gradients.make_wide)
         self.of_replicas = wide if narrow is None else GradientPool(lambda: gradients.make_narrow(narrow))
         self.overlap: Overlap | None = None  # None before the first step whose gradients went over a network
-        self.shared: SharedSum | None = None  # None where the instances share no memory
+        self.shared: SharedSum | None = None  # None if the instances share no memory
         self._shared_rooms: list[FlatGradient] = []
         host = group.backend.host_group
         forms = [(buffer.size, narrow or buffer.dtype) for buffer in gradients.flat_buffers]
@@ -164,7 +164,7 @@ class ModelGradients:
 
     def __init__(self, module: nn.Module, narrow: torch.dtype | None = None) -> None:
         self.narrow = narrow
-        self._module = weakref.ref(module)  # which this does not keep alive
+        self._module = weakref.ref(module)  # the module may be deleted before this object
         self._kinds: list[ParameterKind] = []
         self._layout = GradientLayout(())
         self._memory: GradientMemory | None = None
@@ -243,7 +243,7 @@ class OldGradients:
             gradient = unused.get(id(parameter))
             if gradient is None or (held is not None and id(parameter) not in held):
                 continue  # no optimizer has ever stepped on the parameter
-            # zeros are what ``zero_grad(set_to_none=False)`` leaves; of a partial one others have other parts
+            # ``zero_grad(set_to_none=False)`` leaves zeros; a partial gradient may be zero here and not elsewhere
             if _is_zero(gradient) and not isinstance(gradient, PartialGradient):
                 continue
             kept = _Kept(
@@ -259,7 +259,7 @@ class OldGradients:
         """Return a code for the kept gradients that is sent to all instances; 0 if no gradients are kept."""
         if not self.kept or self._is_decided:
             return 0
-        if add:  # a digest of which parameters they belong to; else the place of the first of them, from 1
+        if add:  # a digest of the gradients' parameters; otherwise the first parameter's position plus 1
             text = repr([kept.position for kept in self.kept]).encode()
             return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         place = next((kept.position + 1 for kept in self.kept if not _is_zero(kept.gradient)), 0)
@@ -282,7 +282,7 @@ class OldGradients:
         if add or not any(numbers.values()):
             return
         self.kept = ()
-        if min(numbers.values()) < 0:  # NaN or infinity: a GradScaler has left out the step, and does not tell
+        if min(numbers.values()) < 0:  # NaN or infinity: a GradScaler has skipped the step without a hook
             for model in _models:
                 if model is not self._gradients:
                     mark_used(model.parameters())

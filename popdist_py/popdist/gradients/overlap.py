@@ -56,7 +56,7 @@ class Bucket:
     buffer: int
     start: int
     stop: int
-    members: tuple[int, ...]  # the positions of their parameters among all
+    members: tuple[int, ...]  # the positions of the parameters in the model
 
     @property
     def run(self) -> slice:
@@ -95,7 +95,7 @@ BucketPiece: TypeAlias = tuple[slice, BucketAllReduce]
 
 def keep_freed_memory() -> None:
     """Make the C library keep the memory that a backward pass frees for the next backward pass."""
-    # once a block of this size was freed, glibc keeps twice as much (mallopt(3)); else the kernel clears it anew
+    # glibc keeps twice the size of a freed block (mallopt(3)); otherwise the kernel clears the memory each time
     torch.empty(KEPT_BYTES, dtype=torch.uint8, device="cpu")
 
 
@@ -106,8 +106,8 @@ class Overlap:
     """
 
     replica: FlatGradient  # the gradient of this instance's last replica; ``sent`` itself if it is not rounded
-    sent: FlatGradient  # what this instance has sent early
-    sums: FlatGradient  # over the job
+    sent: FlatGradient  # the gradients that this instance has sent early
+    sums: FlatGradient  # the sums over all instances
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Overlap:
 
     def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
         """Record which parameters got a gradient, and whether the gradients sent early were final."""
-        # without a new parameter the program changes gradients that were sent, and will do so again
+        # without a new parameter the program itself has changed a sent gradient, and would do so again
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
 
@@ -302,10 +302,10 @@ class OverlappedSum:
     """
 
     def __init__(self, overlap: Overlap, number: int, *, scales: bool) -> None:
-        self.number = number  # for what this instance would send
+        self.number = number  # a digest of the gradients that this instance would send
         self._overlap = overlap
-        self._scales = scales  # whether weights are divided by the heaviest one of the job
-        self._lock = RLock()  # gradients of several devices come in a thread each
+        self._scales = scales  # whether weights are divided by the largest weight of the job
+        self._lock = RLock()  # autograd has one thread for each device
         self._announced: Exchange | None = None
         self._weight_scale: float | None = None
         self._is_refused = self._is_closed = self._is_over = False
@@ -373,7 +373,7 @@ class OverlappedSum:
                 own = self._overlap.nodes[self._overlap.channel.instance_index]
                 self._send_rest([self._overlap.sent] * len(own))
             elif self._announced is not None and self._weight_scale is None and not self._is_refused:
-                self._overlap.channel.abort()  # the others may still agree, without this one
+                self._overlap.channel.abort()  # the other instances may still agree
             if self._num_sent:
                 self._overlap.drop_memory()
             self._overlap.channel.is_in_use = False

@@ -166,7 +166,7 @@ class PartialGradient(GradientElsewhere):
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run ``func`` on this instance's elements if it only scales or zeroes, otherwise on whole gradients."""
         if func is _aten.zero_.default or (func in _SCALING and is_number(args[1])):
-            # by dimensions torch picks the dtype
+            # torch chooses the dtype by the number of dimensions
             func(args[0].here if args[0].dim() else args[0].content, *args[1:])
             return args[0]
         return func(*with_wholes(args, []), **with_wholes(kwargs, []))
@@ -215,7 +215,7 @@ class StepGradients:
 
 def _restore_grad(parameter: Parameter, gradient: PartialGradient) -> None:
     """Set ``parameter.grad`` to the whole gradient, unless the parameter is being moved to another device."""
-    # not while the parameter is being moved to another device: torch then replaces the gradient, too
+    # while torch moves the parameter to another device, torch itself replaces the gradient
     if (parameter.dtype, parameter.device) == (gradient.dtype, gradient.device):
         parameter.grad = gradient.content
 

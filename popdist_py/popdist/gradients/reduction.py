@@ -65,7 +65,7 @@ class GradientKeeper:
 
     used = 0  # bit i: whether the i-th parameter had a gradient on this instance
     not_finite: NotFinite | None = None
-    awaited: Collection[int] = ()  # the identities of parameters whose gradients are handled one by one
+    awaited: Collection[int] = ()  # Python ids of the parameters whose gradients are handled one by one
 
     def __init__(self, gradients: GradientLayout) -> None:
         """Make a keeper for ``gradients``, the layout of the gradients at the end of the step."""
@@ -127,12 +127,12 @@ class StepAgreement:
         self._keeper = keeper
         self._buffers = buffers
         self._checks = checks
-        self._old = old  # None if the gradients of before belong to this step
+        self._old = old  # None if the gradients from before belong to this step
         self._begun: Exchange | None = None
-        self._adds = False  # whether to the gradients of before
+        self._adds = False  # whether the step adds to the gradients from before
         self._scales = False
         self._weight_scale: float | None = 1.0
-        self._is_awaited = True  # whether the other instances wait for this one's word at the end of the step
+        self._is_awaited = True  # whether the other instances wait for this instance at the end of the step
 
     def begin(
         self, accumulation: int, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool
@@ -174,7 +174,7 @@ class StepAgreement:
     def _compare_begins(self, numbers: list[list[int]], timeout_seconds: float | None) -> None:
         first = BeginHeader._make(numbers[0])
         if not first.old and not first.digest and numbers.count(numbers[0]) == len(numbers):
-            self._weight_scale = self._scale_of([first.heaviest_weight])  # as below, where all say the same
+            self._weight_scale = self._scale_of([first.heaviest_weight])  # a faster way if all headers are equal
             return
         headers = [BeginHeader._make(words) for words in numbers]
         scale = self._scale_of([header.heaviest_weight for header in headers])
@@ -278,7 +278,7 @@ class StepAgreement:
                     try:
                         self._send_abandonment(ABANDON_SECONDS)
                     except BackendError:
-                        self.group.send_before_next(self._send_late)  # for those that come late to their loop
+                        self.group.send_before_next(self._send_late)  # some instances may begin their loop late
         finally:
             self._is_awaited = False
             self._keeper.end()

@@ -79,7 +79,7 @@ class StoredGradient(GradientElsewhere):
 
     @property
     def data(self) -> Self:  # type: ignore[override] # nothing else can take its place
-        """This gradient itself, because a stored gradient has no autograd graph."""
+        """The gradient itself, because a stored gradient has no autograd graph."""
         return self
 
     @classmethod

@@ -69,7 +69,7 @@ class ShardedParameter:
 def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
     """Cut each parameter into one shard per instance; all instances get about equally many elements."""
     ranges: dict[str, list[range]] = {}
-    for is_trained in (True, False):  # apart: frozen parameters make no work, but may be most of a model
+    for is_trained in (True, False):  # frozen parameters make no work, but may be most of a model
         some = [pair for pair in named if pair[1].requires_grad is is_trained]
         sizes = [whole.numel() for _, whole in some]
         may_cut = [may_be_cut(whole) for _, whole in some]

@@ -73,7 +73,7 @@ def slice_batch(batch: Nest, samples: range) -> Nest:
 
 
 def to_device(nest: Nest, device: torch.device) -> Nest:
-    """Return the nested containers ``nest`` with all tensors, and other objects that have ``to``, on ``device``."""
+    """Return ``nest``, nested containers, with all tensors and other objects that have ``to`` on ``device``."""
     if isinstance(nest, torch.Tensor):
         return _aligned(nest if nest.device == device else nest.to(device, non_blocking=device.type != "cpu"))
     if type(nest) in (tuple, list):
@@ -93,7 +93,7 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
 
 def _aligned(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or a copy with the same strides at an aligned address."""
-    # the address of an operand changes the bits of products, and where a part of a batch begins depends on the
+    # the address of an operand changes the bits of products, and the address of a part of a batch depends on the
     # number of instances
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     if not is_plain or tensor.data_ptr() % _ALIGNMENT_BYTES == 0:

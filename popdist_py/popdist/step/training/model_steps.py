@@ -183,7 +183,7 @@ class ModelSteps:
     def _scope_of_loop(self, step: Step | LoneStep, index: int, count: float) -> "MicroBatchScope":
         try:
             return MicroBatchScope(self, step, index, count)
-        except BaseException:  # there may be no memory for the gradients
+        except BaseException:  # such as a lack of memory for the gradients
             if self.step is step:
                 self.abandon()
             raise
@@ -191,12 +191,12 @@ class ModelSteps:
     def run_micro_batches(self, asked: WholeStep, body: Callable[..., R]) -> list[R]:
         """Run a whole step, calling ``body`` for each micro batch: see ``ReplicatedModel.run_micro_batches``."""
         if self._norm_groups is None or self.layout.num_local_replicas == 1:
-            with closing(self.micro_batches(asked)) as micro_batches:  # which a traceback would keep open
+            with closing(self.micro_batches(asked)) as micro_batches:  # a traceback would keep it open
                 return [contextvars.copy_context().run(call_body, body, content) for content in micro_batches]
         step, contents, counts = self._begin_loop(asked)
         try:
             self.automatic.begin_computing()
-            several = cast("Step", step)  # and no LoneStep
+            several = cast("Step", step)  # several replicas never have a LoneStep
             turns: ReplicaTurns[R] = ReplicaTurns(several, self.randomness, self.buffers, self.gradients)
             device = self.gradients.device
             bodies = [None if it is None else partial(call_body, body, to_device(it, device)) for it in contents]
@@ -278,7 +278,7 @@ class ModelSteps:
 
     def _begin(self, accumulation: int, batch: Nest) -> Step | LoneStep:
         """Begin a step after removing old gradients; ``batch`` is None if micro batches come one by one."""
-        if self._has_left:  # the other parts of the replica must have left the step, too
+        if self._has_left:  # all other parts of the replica must have left the step before a new one
             self._has_left = False
             context.current_group().limited_to(tuple(context.instances_of_replica())).agree(AFTER_LEAVING)
         training_loop.begin_step(self._state)
@@ -332,7 +332,7 @@ class ModelSteps:
             raise
         if self._is_distributed:
             for parameter in self.module.parameters():
-                local_gradient(parameter)  # the gradient of a lone micro batch may be placed otherwise
+                local_gradient(parameter)  # a lone micro batch's gradient may be placed differently
         self._checks.end_step()
         if not self._is_joint:
             self._register_on_all_instances()
@@ -340,7 +340,7 @@ class ModelSteps:
 
     def abandon(self, *, index: int | None = None) -> None:
         """End the step, if there is one, without a gradient on any instance. Never raises."""
-        if index is not None:  # left in a loop of the program's own
+        if index is not None:  # an exception left the program's own loop
             self._left_at = index
         if self.step is not None:
             self._has_left = context.environment().contract.parallelism.is_shared
@@ -357,7 +357,7 @@ class ModelSteps:
             self.automatic.end_computing()
         self._state.end()
         if self._has_one_local_replica:
-            self.buffers.begin_pass()  # the next pass may be one outside the loop, which nothing announces
+            self.buffers.begin_pass()  # nothing announces a next pass outside the loop
         if step is not None:
             step.checks.end_loop(is_complete=is_complete)
 
@@ -405,7 +405,7 @@ class MicroBatchScope:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._randomness.__exit__()
         if error is not None and self._steps.step is not self._step:
-            return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun
+            return  # a traceback kept the loop open: its step was abandoned, and another step may have begun
         if error is not None:
             self._steps.automatic.end_computing()
             self._steps.abandon(index=self._index)

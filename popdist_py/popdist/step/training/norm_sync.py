@@ -71,7 +71,7 @@ class GroupSync:
 
     def __init__(
         self,
-        weights: Mapping[int, float],  # of the participants, by job-wide number of the replica
+        weights: Mapping[int, float],  # the participants' weights; the key is the job-wide replica
         local: Sequence[int],  # the participants of this instance
         group: Group | None,  # the instances with participants; None if this is the only instance
         owners: Sequence[Sequence[int]],  # the participants of each instance in ``group``
@@ -201,7 +201,7 @@ class NormTurn:
     size: int
     replica: int
     sync: GroupSync
-    pass_on: Callable[[], None] = lambda: None  # lets other local participants run, until its next turn
+    pass_on: Callable[[], None] = lambda: None  # lets other local replicas run until the next turn
 
     current: ClassVar["NormTurn | None"] = None
 
@@ -295,7 +295,7 @@ class NormGroups:
         return self._parts[instances]
 
     def turn(self, index: int) -> NormTurn:
-        """Return a context for the batch norm layers in micro batch ``index``, if this instance has one replica."""
+        """Return a context for batch norm layers in micro batch ``index``; the instance must have one replica."""
         part = self.plan[index]
         return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 

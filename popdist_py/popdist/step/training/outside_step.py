@@ -1,4 +1,4 @@
-"""Gradients of backward passes outside micro batches: those of a plain loop are reduced after the backward pass.
+"""Reduction of gradients from backward passes outside micro batches, as in a plain loop of DDP.
 
 A hook is called when the gradient of a trained parameter was accumulated. In a micro batch the step gets the
 gradient. Outside, an instance with one replica reduces as soon as the backward pass has ended. An instance with
@@ -51,17 +51,17 @@ class AutomaticReduction:
         *,
         checks_finite: bool,
     ) -> None:
-        self.step: Step | LoneStep | None = None  # that the process is in, in a micro batch or between two
-        self.is_computing = False  # in a micro batch, where gradients are expected
+        self.step: Step | LoneStep | None = None  # the running step, also between two micro batches
+        self.is_computing = False  # whether a micro batch runs, so that gradients are expected
         self.module = module
         self._gradients = gradients
         self._buffers = buffers
         self._layout = layout
         self._checks = checks
         self._checks_finite = checks_finite
-        # whether there is anything to notice
+        # whether gradients outside of micro batches need any work
         self.is_watchful = layout.num_replicas > 1 or checks_finite or gradients.narrow is not None
-        self._num_collectives = 0  # of torch, when the micro batch began
+        self._num_collectives = 0  # torch's collectives when the micro batch began
         self._num_suspensions = 0
         self._is_window_clean = False
         self._watched: dict[int, weakref.ref[Parameter]] = {}
@@ -85,7 +85,7 @@ class AutomaticReduction:
             replicas_in_turn.add(self)
             self._num_collectives = torch_private_groups.num_collectives()
         for other in _suspended and _suspended - {self}:
-            other._open_window()  # noqa: SLF001 - of this class
+            other._open_window()  # noqa: SLF001 - a method of the same class
 
     def end_computing(self) -> None:
         """Record that a micro batch of this model has ended, if one had begun."""
@@ -93,7 +93,7 @@ class AutomaticReduction:
             self.is_computing = False
             replicas_in_turn.discard(self)
             for other in _suspended and _suspended - {self}:
-                other._close_window()  # noqa: SLF001 - as above
+                other._close_window()  # noqa: SLF001 - a method of the same class
 
     def refuse_collectives(self) -> None:
         """Raise an error if the program called torch.distributed in a micro batch of several replicas."""
@@ -141,7 +141,7 @@ class AutomaticReduction:
             if self.step is not None:
                 self.step.add_gradient(parameter)
             return
-        # a model of the same parameter may expect it: a module that was wrapped again, or a part of two
+        # another model may expect the gradient: a module that was wrapped again, or a part of two models
         if any(model.expects(parameter) for model in tuple(_all)):
             return
         if self._num_suspensions:
@@ -161,7 +161,7 @@ class AutomaticReduction:
                 "backward pass in which this model's gradients play no part"
             )
         number = torch_private.backward_pass()
-        if number != self._backward_pass:  # once for each
+        if number != self._backward_pass:  # once for each backward pass
             self._backward_pass = number
             if not torch_private.call_after_backward(self._reduce):
                 raise BatchError(
@@ -208,7 +208,7 @@ def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callab
     elif parameter.is_floating_point() or parameter.is_complex():
         parameter.requires_grad_(True)  # noqa: FBT003 - torch names it positionally
         parameter.register_post_accumulate_grad_hook(call)
-        parameter.requires_grad_(False)  # noqa: FBT003 - as above
+        parameter.requires_grad_(False)  # noqa: FBT003 - torch names it positionally
 
 
 def _reduce_all(

@@ -60,7 +60,7 @@ class Pipeline:
         places = [stages[0].stage_index_to_group_rank[index] for index in range(stages[0].num_stages)]
         self._last_rank = places[-1]
         self._can_evaluate = all(here != after for here, after in pairwise(places))
-        # shapes in the first run, and in the first run without gradients
+        # the shapes of the first run with gradients, and of the first run without gradients
         self._forms: dict[bool, list[str]] = {}
 
     def num_runs(self, batch: Nest, num_local_replicas: int, accumulation: int) -> int:

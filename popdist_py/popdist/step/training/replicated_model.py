@@ -85,7 +85,7 @@ class ReplicatedModel(WrappingModel):
         "popdist.broadcast_weights(model), and make the optimizer then"
     )
 
-    def __init__(  # noqa: PLR0913 - what a model can be told
+    def __init__(  # noqa: PLR0913 - the options of a model
         self,
         module: nn.Module,
         seed: int | None = 0,
@@ -157,7 +157,7 @@ class ReplicatedModel(WrappingModel):
         """Compile the wrapped module, as ``torch.nn.Module.compile`` does; popdist's part is not compiled."""
         self.module.compile(*args, **kwargs)
 
-    def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
+    def run_micro_batches(  # noqa: PLR0913 - the arguments of micro_batches(), and the function
         self,
         batch: Nest,
         body: Callable[..., R],
@@ -211,7 +211,7 @@ class ReplicatedModel(WrappingModel):
         asked = WholeStep(batch, accumulation, reduction, weights, split, add)
         return self._model_steps.run_micro_batches(asked, body)
 
-    def pipeline_step(  # noqa: PLR0913 - those of micro_batches(), and the schedule
+    def pipeline_step(  # noqa: PLR0913 - the arguments of micro_batches(), and the schedule
         self,
         schedule: Any,
         batch: Nest,
@@ -258,7 +258,7 @@ class ReplicatedModel(WrappingModel):
 
         Raises:
             BatchError: Also if the stages are on other instances than this replica's, or the micro batches differ.
-            WeightsError: Also if a stage has no parameters, or others than the model, or those of another stage.
+            WeightsError: Also if a stage has no parameters, other parameters than the model, or another stage's.
             OptimizerError: In the closure of an optimizer, as LBFGS takes one.
         """
         steps: ModelSteps = self._model_steps

@@ -52,7 +52,7 @@ class Step:
         self._layout = agreement.layout
         self._first = self._layout.replicas_of(agreement.group.backend.instance_index).start
         self._position = 0  # the micro batch that is next
-        self._scale: float | None = None  # what weights are divided by; None until all instances have begun
+        self._scale: float | None = None  # the divisor of the weights; None until all instances have begun
         self._weights: TreeSum[float] = TreeSum(self._layout.num_replicas, operator.add, start=self._first)
         self._open: dict[int, _ReplicaWeight] = {}
         if self._layout.num_replicas > 1:
@@ -285,14 +285,14 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         parameters = parameters_of(optimizer)
-        # torch makes it with the first loss, which a stage that is not the last, or one without samples, has not
+        # torch makes the scale with the first loss, but only the last stage with samples has a loss
         scaler.scale(torch.zeros((), dtype=torch.float32, device=parameters[0].device))
         looks = not is_step or divides_gradients(optimizer)  # otherwise torch calls unscale_()
         if looks and scaler.is_enabled() and context.environment().contract.parallelism.is_shared:
             _share_infinity(parameters)
         result = method(scaler, optimizer, *args, **kwargs)
         if is_step:
-            mark_used(parameters)  # in a step that is skipped, too
+            mark_used(parameters)  # even if the scaler skips the step
         return result
 
     return call

@@ -26,7 +26,7 @@ class WrappingModel(nn.Module):
     """The text of the error for a change of the module's weights after the module was wrapped."""
 
     module: nn.Module
-    _model_steps: ModelSteps  # from the time when it is set other attributes are the module's
+    _model_steps: ModelSteps  # once this attribute is set, other attributes are set on the module
 
     @property
     def randomness(self) -> ReplicaRandomness:
