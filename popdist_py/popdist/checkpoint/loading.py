@@ -162,8 +162,8 @@ def _check_sees(directory: Path) -> None:
 
 def _is_damaged(group: Group, call: str, damage: str, directory: Path) -> bool:
     """Whether any instance has found ``damage`` in the checkpoint in ``directory``; instance 0 warns of it."""
-    told = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
-    found = next(filter(None, told), None)
+    damages = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
+    found = next(filter(None, damages), None)
     if found and is_writer(group):
         text = f"{directory} is damaged and skipped: {found.decode()}"
         warnings.warn(text, PopdistWarning, stacklevel=5)

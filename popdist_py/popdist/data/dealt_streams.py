@@ -164,11 +164,11 @@ class StreamLoader(ReplicaLoader):
                 share, contents = next(fetched, (None, []))
                 own = [] if share is None else [self._num_samples(share, contents), share.stop]
                 text = f"data_loader over a stream, epoch {epoch}, step {step}"
-                told = context.data_parallel_group().start(text, own).wait()
-                if not any(told) or (self.dataset.drop_last and not all(told)):
+                headers = context.data_parallel_group().start(text, own).wait()
+                if not any(headers) or (self.dataset.drop_last and not all(headers)):
                     break
-                here = [numbers for numbers in told if numbers]
-                stop, total = max(end for _, end in here), sum(size for size, _ in here)
+                nonempty = [numbers for numbers in headers if numbers]
+                stop, total = max(end for _, end in nonempty), sum(size for size, _ in nonempty)
                 if share is None:
                     share = Share(epoch=epoch, step=step, stop=stop, num_samples_job=total, indices=[])
                     contents = [None] * (len(self._replicas) * self._accumulation)

@@ -238,11 +238,11 @@ class SampledShares(EpochShares):
         except Exception:
             group.start(text)
             raise
-        told = group.start(text, [order.checksum]).wait()
-        if failed := [number for number, found in zip(group.instances, told, strict=True) if not found]:
+        headers = group.start(text, [order.checksum]).wait()
+        if failed := [number for number, found in zip(group.instances, headers, strict=True) if not found]:
             wait_for_first_error()
             raise CollectiveError(f"{name} failed on {group.name(failed)} in epoch {epoch} (see the error there)")
-        if differing := name_differing(group, [checksum for (checksum,) in told]):
+        if differing := name_differing(group, [checksum for (checksum,) in headers]):
             raise CollectiveError(
                 f"{name} gave other indices in epoch {epoch} on {differing}: it must give the same on every "
                 "instance. data_loader seeds Python's, numpy's and torch's own generators from seed and epoch for "

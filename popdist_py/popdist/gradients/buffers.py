@@ -146,7 +146,7 @@ class ReplicaBuffers:
         self.fault: str | None = None
         self._others: dict[str, ReplicaBuffers] = {}
         self._tracked: dict[str, ModelBuffer] = {}
-        self._made: list[dict[str, Tensor] | None] = []
+        self._copies: list[dict[str, Tensor] | None] = []
         self._outside: dict[str, Tensor] = {}
         self._sum = RepeatedSum()
         self.is_checked = False
@@ -237,7 +237,7 @@ class ReplicaBuffers:
             other.remember()
 
     def _begin(self, others: Iterable["ReplicaBuffers"], *, is_checked: bool) -> None:
-        self._made = []
+        self._copies = []
         self.is_checked = is_checked
         uncounted = self.remember(is_checked=is_checked)
         self._tracked = dict(self.buffers)
@@ -263,7 +263,7 @@ class ReplicaBuffers:
         if self._others.pop(str(other.label), None) is not None:
             self._tracked = {key: it for key, it in self._tracked.items() if not key.startswith(f"{other.label} ")}
             own = set(self._tracked)
-            self._made = [it and {key: value for key, value in it.items() if key in own} for it in self._made]
+            self._copies = [it and {key: value for key, value in it.items() if key in own} for it in self._copies]
 
     def end_step(self) -> None:
         """Record that the step has ended, whether or not the step made a gradient."""
@@ -271,7 +271,7 @@ class ReplicaBuffers:
 
     def end_replica(self, *, has_run: bool) -> None:
         """Save the buffers that a replica has changed, and restore all buffers for the next local replica."""
-        self._made.append(self.store() if has_run else None)
+        self._copies.append(self.store() if has_run else None)
 
     def store(self) -> dict[str, Tensor]:
         """Return copies of the buffers that the current replica has changed, by key, and restore these buffers."""
@@ -279,15 +279,15 @@ class ReplicaBuffers:
         if not changed:
             return {}
         with torch.no_grad():
-            made = {key: now.clone() for key, now in changed.items()}
+            copies = {key: now.clone() for key, now in changed.items()}
             for key in changed:
                 self._tracked[key].set(self._tracked[key].start)
-        return made
+        return copies
 
     @torch.no_grad()
-    def load(self, made: Mapping[str, Tensor]) -> None:
+    def load(self, copies: Mapping[str, Tensor]) -> None:
         """Write the buffers that :meth:`store` returned into the models, so that their replica can continue."""
-        for key, value in made.items():
+        for key, value in copies.items():
             self._tracked[key].assign(value)
 
     def end_pass(self) -> None:
@@ -304,7 +304,7 @@ class ReplicaBuffers:
         """Restore all buffers to their values at the beginning of the step, and drop the saved changes."""
         for key in find_changed(self._tracked, all_of_them=self.is_checked):
             self._tracked[key].set(self._tracked[key].start)
-        self._made = []
+        self._copies = []
 
     @property
     def start_sums(self) -> list[tuple[str, int]]:
@@ -316,7 +316,7 @@ class ReplicaBuffers:
 
     def changed(self) -> tuple[int, list[str]]:
         """Return a bit mask of this model's changed buffers, and the keys of other models' changed buffers."""
-        keys = set().union(*filter(None, self._made))
+        keys = set().union(*filter(None, self._copies))
         if not keys:
             return 0, []
         own = sum(1 << i for i, name in enumerate(self.buffers) if name in keys)
@@ -379,20 +379,20 @@ class ReplicaBuffers:
             kinds.setdefault((start.device, _dtype_of_sum(start.dtype)), []).append(key)
         first = layout.replicas_of(group.backend.instance_index).start
         tree: TreeSum[FlatTensors] = TreeSum(layout.num_replicas, add_flat, start=first)
-        for replica, made in enumerate(self._made, first):
-            tree.push([self._brought(kind, keys, made, replica) for kind, keys in kinds.items()])
+        for replica, copies in enumerate(self._copies, first):
+            tree.push([self._term(kind, keys, copies, replica) for kind, keys in kinds.items()])
         for keys, total in zip(kinds.values(), self._sum.finish(group, layout, tree.nodes), strict=True):
             flat = total[:-1] / total[-1] if total.is_floating_point() else total[:-1]
             values = unflatten(flat, [self._tracked[key].start for key in keys])
             for key, value in zip(keys, values, strict=True):
                 self._tracked[key].assign(value)
 
-    def _brought(self, kind: Kind, keys: Sequence[str], made: Mapping[str, Tensor] | None, replica: int) -> Tensor:
+    def _term(self, kind: Kind, keys: Sequence[str], copies: Mapping[str, Tensor] | None, replica: int) -> Tensor:
         """Return the flat tensor that a replica adds to the sum: its buffers and the count 1, or zeros."""
         device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
-        flat = flatten([*((made or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
-        counts = made is not None if dtype.is_floating_point else replica == 0
+        flat = flatten([*((copies or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
+        counts = copies is not None if dtype.is_floating_point else replica == 0
         return flat if counts else flat.zero_()
 
     def run_outside(self, forward: Callable[[], R]) -> R:

@@ -51,17 +51,17 @@ def clip_grad_norm_(
         CollectiveError, BackendError: If the instances make other calls, or an instance was lost.
         NotInitializedError: Before ``popdist.init()``.
     """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    all_parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if math.isnan(as_float(value)):
             raise GradientError(f"clip_grad_norm_({name}={value!r}): expected a number")
     context.ensure_init()
-    return _clip(given, float(max_norm), float(norm_type), must_be_finite=error_if_nonfinite)
+    return _clip(all_parameters, float(max_norm), float(norm_type), must_be_finite=error_if_nonfinite)
 
 
 @torch.no_grad()
-def _clip(given: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be_finite: bool) -> Tensor:
-    parameters = [parameter for parameter in given if parameter.grad is not None]
+def _clip(all_parameters: Sequence[Tensor], max_norm: float, norm_type: float, *, must_be_finite: bool) -> Tensor:
+    parameters = [parameter for parameter in all_parameters if parameter.grad is not None]
     text = f"clip_grad_norm_({max_norm}, {norm_type})"
     if context.environment().contract.parallelism.is_shared or any(map(is_distributed, parameters)):
         total = _norm_of_parts(text, parameters, norm_type)
@@ -105,12 +105,12 @@ def _gathered_norms(group: Group, gradients: Sequence[Tensor], norm_type: float)
     ]
     own_places = [index for index, owner in enumerate(owner_of) if owner == own]
     wholes = [it.content if isinstance(it, PartialGradient) else it for it in (gradients[i] for i in own_places)]
-    found = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")
-    found[own_places] = _norms_on_host(wholes, norm_type)
-    everybody = group.backend.all_gather(found)[owner_of, range(len(gradients))]
+    own_norms = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")
+    own_norms[own_places] = _norms_on_host(wholes, norm_type)
+    norms_of_instances = group.backend.all_gather(own_norms)[owner_of, range(len(gradients))]
     if len({gradient.dtype for gradient in gradients}) == 1:
-        return [*everybody.to(device, gradients[0].dtype.to_real())]
-    moved = everybody.to(device)
+        return [*norms_of_instances.to(device, gradients[0].dtype.to_real())]
+    moved = norms_of_instances.to(device)
     return [norm.to(gradient.dtype.to_real()) for norm, gradient in zip(moved, gradients, strict=True)]
 
 
@@ -147,12 +147,13 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
     own = [_joined(torch.stack(norms).tolist() if norms else [], norm_type), _joined(norms_across, norm_type)]
     group = context.current_group()
     words = group.start(f"{text} of all instances", as_words(own)).wait()
-    everybody = dict(zip(group.instances, map(as_floats, words), strict=True))
-    found = [everybody[instance][0] for instance in replica] + [across for _, across in everybody.values()]
+    norms_of_instances = dict(zip(group.instances, map(as_floats, words), strict=True))
+    parts = [norms_of_instances[instance][0] for instance in replica]
+    parts += [across for _, across in norms_of_instances.values()]
     first = parameters[0].grad if parameters else None
     dtype = torch.float32 if first is None else first.dtype.to_real()
     device = "cpu" if first is None else local_part(first).device
-    return torch.tensor(_joined(found, norm_type), dtype=dtype, device=device)
+    return torch.tensor(_joined(parts, norm_type), dtype=dtype, device=device)
 
 
 def _holders(text: str, parameter: Any) -> list[int]:

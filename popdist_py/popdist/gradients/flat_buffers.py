@@ -346,12 +346,12 @@ def scatter_sum(
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
     for number in range(max(map(len, rounds))):
         runs = [parts[number] if number < len(parts) else [] for parts in rounds]
-        shares = reduction.empty_shares(own[0], max(sum(map(len, asked)) for asked in runs), op)
-        for instance, asked in enumerate(runs):
+        shares = reduction.empty_shares(own[0], max(sum(map(len, ranges)) for ranges in runs), op)
+        for instance, ranges in enumerate(runs):
             for flat, share in zip(own, reduction.share_of(shares, instance), strict=False):
-                if asked:
-                    parts = [flat[run.start : run.stop] for run in asked]
-                    torch.cat(parts, out=share[: sum(map(len, asked))])
+                if ranges:
+                    parts = [flat[run.start : run.stop] for run in ranges]
+                    torch.cat(parts, out=share[: sum(map(len, ranges))])
         total = reduction.reduce_scatter(shares, op)
         mine = runs[group.backend.instance_index]
         lengths = [len(run) for run in mine]
@@ -381,8 +381,8 @@ class SharedSum:
         # only now do the instances know that all of them have the same forms
         if not self._reductions and not self._connect():
             return False
-        for mine, given in zip(self.mine, own, strict=True):
-            for room, flat in () if mine is given else zip(mine, given, strict=True):
+        for mine, partial_sum in zip(self.mine, own, strict=True):
+            for room, flat in () if mine is partial_sum else zip(mine, partial_sum, strict=True):
                 room.copy_(flat)
         for reduction in self._reductions:
             reduction.run(over=over)

@@ -205,8 +205,8 @@ class StepAgreement:
 
     def _drop_old_unless_added(self, numbers: Sequence[int]) -> None:
         if self._old is not None and (self._old.kept or any(numbers)):
-            told = dict(zip(self.group.instances, numbers, strict=True))
-            self._old.drop_unless_added(told, add=self._adds, name=self.group.name)
+            number_of = dict(zip(self.group.instances, numbers, strict=True))
+            self._old.drop_unless_added(number_of, add=self._adds, name=self.group.name)
 
     def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
         """Return the divisor of the sum over all replicas, which follows from the ``weights`` of all instances."""
@@ -339,8 +339,8 @@ class StepAgreement:
             found = self.group.start("name the gradient that is not finite", self._keeper.not_finite or ()).wait()
             replica, parameter = min(numbers for numbers in found if numbers)
             raise not_finite_error(NotFinite(replica, parameter), self._keeper.gradients)
-        wanted = "; ".join(f"{self.group.name(instances)}: {state}" for state, instances in owners.items())
-        raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
+        ways = "; ".join(f"{self.group.name(instances)}: {state}" for state, instances in owners.items())
+        raise CollectiveError(f"the instances reduce their gradients in different ways: {ways}")
 
 
 @lru_cache(maxsize=16)

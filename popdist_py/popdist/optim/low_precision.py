@@ -136,9 +136,9 @@ class LowPrecision(PieceOptimizer):
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
         """Return the names of the inner optimizer's elementwise state."""
-        given = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
+        arguments = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
         inside = _check_class(defaults.get("optimizer_class"))
-        return check_elementwise(inside, given, _inner_settings(settings), device, asked_by="LowPrecision")
+        return check_elementwise(inside, arguments, _inner_settings(settings), device, asked_by="LowPrecision")
 
     def update(self) -> None:
         """Update the parameters that have a gradient, unless a GradScaler has found infinity or NaN."""
@@ -260,8 +260,8 @@ class LowPrecision(PieceOptimizer):
                 name: flat(held[name])[part].to(torch.float32) if name in held else _copy_of(value)
                 for name, value in before.items()
             }
-            made, after = inner.step(weights[part].to(torch.float32), gradient[part].to(torch.float32), state)
-            rows = {_WEIGHTS: (made, weights[part])}
+            wide, after = inner.step(weights[part].to(torch.float32), gradient[part].to(torch.float32), state)
+            rows = {_WEIGHTS: (wide, weights[part])}
             for name, value in after.items():
                 if name in self._names and isinstance(value, Tensor):
                     if name not in held:
@@ -331,9 +331,9 @@ def _may_be_fused(settings: Mapping[str, Any]) -> bool:
 def _check_class(optimizer_class: object) -> type[Optimizer]:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         is_made = isinstance(optimizer_class, Optimizer)
-        given = f"{type(optimizer_class).__name__}(...)" if is_made else repr(optimizer_class)
+        shown = f"{type(optimizer_class).__name__}(...)" if is_made else repr(optimizer_class)
         raise OptimizerError(
-            f"optimizer_class={given} must be a class of optimizers, which LowPrecision steps with, "
+            f"optimizer_class={shown} must be a class of optimizers, which LowPrecision steps with, "
             "such as torch.optim.AdamW"
         )
     return optimizer_class
@@ -371,11 +371,11 @@ def _name_of(what: str, dtype: object) -> str:
 def _check_parameter(parameter: Tensor, weights: str | None) -> None:
     shape, name = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
     if name not in _DTYPES or weights not in (None, name):
-        wanted = f"torch.{weights}" if weights else "float16, bfloat16 or float32"
+        expected = f"torch.{weights}" if weights else "float16, bfloat16 or float32"
         other = ", or leave out weights= to take each parameter as it is" if name in _DTYPES else ""
         raise OptimizerError(
             f"a parameter of shape {shape} is {parameter.dtype}, and LowPrecision was asked for weights in "
-            f"{wanted}: convert the model first, as by model.to(torch.bfloat16){other}"
+            f"{expected}: convert the model first, as by model.to(torch.bfloat16){other}"
         )
     if not parameter.is_contiguous():
         flat_view(parameter.detach(), f"a parameter of shape {shape}")

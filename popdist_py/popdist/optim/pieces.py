@@ -172,8 +172,8 @@ def square_sums(flats: Sequence[Tensor]) -> list[float]:
     arithmetic = find_extension()
     sums = [_square_sum(row, arithmetic) for row in flats]
     on_devices = [number for number in sums if isinstance(number, Tensor)]
-    told = iter(torch.stack(on_devices).tolist() if on_devices else ())
-    return [next(told) if isinstance(number, Tensor) else number for number in sums]
+    device_sums = iter(torch.stack(on_devices).tolist() if on_devices else ())
+    return [next(device_sums) if isinstance(number, Tensor) else number for number in sums]
 
 
 def node_sums(elements: Tensor, piece: Piece) -> list[float]:

@@ -84,17 +84,17 @@ def on_preemption(
             between instances (found only after ``popdist.init()``). Later, instead of ``SystemExit``, if ``fn``
             raised an error on another instance.
     """
-    asked = _check(fn, signals, exit_code)
+    signums = _check(fn, signals, exit_code)
     if context.is_initialized():
-        names = ", ".join(signal.Signals(signum).name for signum in asked)
+        names = ", ".join(signal.Signals(signum).name for signum in signums)
         context.current_group().agree(f"on_preemption(signals=({names}), {exit_code=})")
     _restore()
     _prepare_process()
     training_loop.on_step_end = _leave_if_preempted
-    training_loop.leaving_signals = tuple(asked)
+    training_loop.leaving_signals = tuple(signums)
     _state.fn, _state.exit_code = fn, exit_code
     _state.num_steps_at_notice = None
-    for signum in asked:
+    for signum in signums:
         _state.previous[signum] = signal.signal(signum, _set_flag)
 
 
@@ -123,14 +123,14 @@ def _check(fn: object, signals: object, exit_code: int) -> list[int]:
         raise CollectiveError(f"on_preemption({fn!r}): expected a function without arguments")
     if whole_number("exit_code", exit_code, CollectiveError, minimum=0) > _LARGEST_EXIT_CODE:
         raise CollectiveError(f"exit_code={exit_code} must be 0 to {_LARGEST_EXIT_CODE}")
-    asked = list(dict.fromkeys(signals)) if isinstance(signals, Iterable) else []
-    if not asked or not set(asked) <= _POSSIBLE:
+    signums = list(dict.fromkeys(signals)) if isinstance(signals, Iterable) else []
+    if not signums or not set(signums) <= _POSSIBLE:
         raise CollectiveError(f"signals={signals!r}: expected some that can be handled, such as (signal.SIGTERM,)")
     if threading.current_thread() is not threading.main_thread():
         raise CollectiveError(
             "on_preemption() in a thread: Python handles signals in the main one, so call it there"
         )
-    return asked
+    return signums
 
 
 def _set_flag(_signum: int, _frame: object) -> None:

@@ -55,16 +55,16 @@ def in_words(settings: Mapping[str, Any]) -> str:
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
     """Wait for all instances; raise an error on all instances if one has failed or has other settings."""
-    told = group.start(text, [trouble is not None, settings]).wait()
+    headers = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble
-    if failed := [i for i, (has_failed, _) in zip(group.instances, told, strict=True) if has_failed]:
+    if failed := [i for i, (has_failed, _) in zip(group.instances, headers, strict=True) if has_failed]:
         wait_for_first_error()
         raise OptimizerError(
             f"{group.name(failed)} failed in {text} (see the error there), so a part of the weights was not "
             "updated"
         )
-    if differing := [i for i, (_, other) in zip(group.instances, told, strict=True) if other != settings]:
+    if differing := [i for i, (_, other) in zip(group.instances, headers, strict=True) if other != settings]:
         raise OptimizerError(
             f"{text}: the settings of the parameter groups of {group.name([group.backend.instance_index])} are "
             f"not those of {group.name(differing)}, and each updates a part of the weights: set the same learning "
@@ -275,9 +275,9 @@ class ShardedOptimizer(Optimizer):
                 LowPrecision.
             ValueError: If ``state_dict`` has other parameter groups.
         """
-        given: object = state_dict
-        if not isinstance(given, Mapping) or "param_groups" not in given:
-            raise OptimizerError(f"{reprlib.repr(given)} is no state_dict() of an optimizer")
+        state: object = state_dict
+        if not isinstance(state, Mapping) or "param_groups" not in state:
+            raise OptimizerError(f"{reprlib.repr(state)} is no state_dict() of an optimizer")
         if isinstance(self._inside, LowPrecision):
             self._inside.check_state(state_dict)
             states = load_uncast(self, state_dict)

@@ -105,7 +105,7 @@ def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedB
     except BackendError:
         host.barriers.raise_failure()
     has_room = group.start(f"ShardedOptimizer, one copy of {num_bytes} bytes on each host", [block is not None])
-    if all(said for (said,) in has_room.wait()):
+    if all(is_allocated for (is_allocated,) in has_room.wait()):
         return block
     if block is not None:
         block.release()
@@ -131,9 +131,9 @@ def _release_unused(group: Group, host: HostGroup) -> None:
     """Release the weight copies of earlier optimizers that no instance of the host reads any more."""
     copies = _copies.get(host, [])
     unused = sum(1 << i for i, weights in enumerate(copies[:_MOST_LOOKED_AT]) if weights.storage.expired())
-    told = group.start("ShardedOptimizer, which copies before are unused", [unused]).wait()
+    masks = group.start("ShardedOptimizer, which copies before are unused", [unused]).wait()
     first = group.instances.index(group.backend.instance_index) - host.rank
-    for (other,) in told[first : first + host.size]:
+    for (other,) in masks[first : first + host.size]:
         unused &= other
     for i in reversed(range(min(len(copies), _MOST_LOOKED_AT))):
         if unused >> i & 1:

@@ -119,8 +119,8 @@ def _refuse_lone_gradients(optimizer: Optimizer) -> None:
     before = _sent.get(optimizer, _Sent(num_bytes=0, num_calls=0, num_steps=0))
     now = _sent[optimizer] = _Sent.until_now(before.num_steps + 1)
     alone = [it.grad for it in parameters_of(optimizer) if it.grad is not None and not is_reduced(it.grad)]
-    is_said = context.is_initialized() and context.current_job().group.is_limited
-    if reduced_modules or is_said or not alone:
+    is_limited = context.is_initialized() and context.current_job().group.is_limited
+    if reduced_modules or is_limited or not alone:
         return
     if now.num_bytes - before.num_bytes >= sum(it.nbytes for it in alone):
         return  # the program itself adds the gradients over the instances

@@ -148,8 +148,8 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         """Record the tensors among the arguments, call the operation, and return its result."""
         if getattr(func, "__name__", "") != "__set__":
-            given = _tensors_in([*args, *(kwargs or {}).values()])
-            self.found |= self._identities & {id(it) for it in given}
+            tensors = _tensors_in([*args, *(kwargs or {}).values()])
+            self.found |= self._identities & {id(it) for it in tensors}
         return func(*args, **(kwargs or {}))
 
 

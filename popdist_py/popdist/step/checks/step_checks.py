@@ -67,7 +67,7 @@ class CheckedSteps:
 
 R = TypeVar("R")
 
-_MOST_IN_VAIN: Final = 3
+_MOST_USELESS_COMPARISONS: Final = 3
 
 _MOST_TENSORS: Final = 4
 _MOST_NUMBERS: Final = 4096
@@ -151,12 +151,12 @@ class WrittenWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.num_vain = 0  # comparisons that found equal weights
+        self.num_useless_comparisons = 0  # comparisons that found equal weights
         self._before: int | None = None
 
     def since_before(self) -> int:
         """Return a digest of writes to the weights since the last call; 0 at first, or if it was of no use."""
-        if self.num_vain == _MOST_IN_VAIN:
+        if self.num_useless_comparisons == _MOST_USELESS_COMPARISONS:
             return 0
         parameters = [it for it in self.module.parameters() if not it.is_inference()]
         now = sum(map(torch_private.num_writes, parameters))
@@ -180,7 +180,7 @@ class UncheckedStep(StepChecks):
             exchange = group.start("compare weights that were not written alike", [sums.word])
             words = exchange.wait(timeout_seconds)
             compare_weights(group, [word for (word,) in words], sums, timeout_seconds)
-            self._written.num_vain += 1
+            self._written.num_useless_comparisons += 1
 
     def fault(self) -> str | None:
         """Return the first fault in a forward pass of any model, as text; None if there is no fault."""

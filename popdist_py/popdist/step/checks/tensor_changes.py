@@ -114,9 +114,9 @@ def find_difference(
     while True:
         step = -(-len(span) // MAX_NUMBERS)
         parts = [span[start : start + step] for start in range(0, len(span), step)]
-        asked = [_word(sums[part.start : part.stop]) for part in parts] if sums else []
+        words_of_parts = [_word(sums[part.start : part.stop]) for part in parts] if sums else []
         text = f"the {noun} differ, look at {span.start} to {span.stop}"
-        headers = group.start(text, asked).wait(timeout_seconds)
+        headers = group.start(text, words_of_parts).wait(timeout_seconds)
         answers = {i: numbers for i, numbers in zip(group.instances, headers, strict=True) if numbers}
         place = next(k for k, answer in enumerate(zip(*answers.values(), strict=True)) if len(set(answer)) > 1)
         span = parts[place]

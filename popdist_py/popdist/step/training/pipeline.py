@@ -98,9 +98,9 @@ class Pipeline:
                 f"cannot be cut into {len(sizes) * cut} of them: make the loader with drop_last=True, or choose a "
                 "batch size that fits"
             )
-        asked = [arguments(content) for content in contents]
-        starts = range(0, len(asked), together)
-        runs = [_joined(asked[start : start + together]) for start in starts]
+        run_arguments = [arguments(content) for content in contents]
+        starts = range(0, len(run_arguments), together)
+        runs = [_joined(run_arguments[start : start + together]) for start in starts]
         for run in runs:
             self._check_forms(run)
         return runs
@@ -284,9 +284,9 @@ def _inputs_and_target(content: Nest) -> tuple[Sequence[Any], Mapping[str, Any],
     return content[:-1], {}, content[-1]
 
 
-def _joined(asked: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) -> PipelineRun:
-    """Return one run with the samples of all arguments in ``asked``; the schedule cuts the run again."""
-    inputs, keywords, targets = zip(*asked, strict=True)
+def _joined(run_arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) -> PipelineRun:
+    """Return one run with the samples of all arguments in ``run_arguments``; the schedule cuts the run again."""
+    inputs, keywords, targets = zip(*run_arguments, strict=True)
     return PipelineRun(
         inputs=tuple(map(_join, zip(*inputs, strict=True))),
         keywords={name: _join([it[name] for it in keywords]) for name in keywords[0]},

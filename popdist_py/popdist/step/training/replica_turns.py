@@ -153,8 +153,8 @@ class ReplicaTurns(Generic[R]):
         self._buffers = buffers
         self._gradients = gradients
         self._modes = ThreadModes()
-        self._made: dict[int, dict[str, Tensor]] = {}
-        self._kept: dict[int, list[Tensor | None]] = {}
+        self._stored_buffers: dict[int, dict[str, Tensor]] = {}
+        self._stored_gradients: dict[int, list[Tensor | None]] = {}
 
     def run_all(
         self, groups: NormGroups, bodies: Sequence[Callable[[], R] | None], weights: Sequence[float]
@@ -216,18 +216,18 @@ class ReplicaTurns(Generic[R]):
 
     def _load_replica(self, replica: int) -> None:
         """Put the saved buffers and gradients of ``replica`` back into the model."""
-        self._buffers.load(self._made.pop(replica, {}))
-        gradients = self._kept.pop(replica, None)
+        self._buffers.load(self._stored_buffers.pop(replica, {}))
+        gradients = self._stored_gradients.pop(replica, None)
         if gradients is not None:
             for parameter, gradient in zip(self._gradients.parameters(), gradients, strict=True):
                 parameter.grad = gradient
 
     def _store_replica(self, replica: int) -> None:
         """Store buffers and gradients of ``replica``; reset buffers to the step's start, and remove gradients."""
-        self._made[replica] = self._buffers.store()
+        self._stored_buffers[replica] = self._buffers.store()
         parameters = self._gradients.parameters()
         gradients = [parameter.grad for parameter in parameters]
         if any(it is not None for it in gradients):
-            self._kept[replica] = gradients
+            self._stored_gradients[replica] = gradients
             for parameter in parameters:
                 parameter.grad = None

@@ -208,8 +208,8 @@ class ReplicatedModel(WrappingModel):
                 f"run_micro_batches(batch, {body!r}): body is called with each micro batch, as a function of its "
                 "items that computes the loss and calls backward()"
             )
-        asked = WholeStep(batch, accumulation, reduction, weights, split, add)
-        return self._model_steps.run_micro_batches(asked, body)
+        step = WholeStep(batch, accumulation, reduction, weights, split, add)
+        return self._model_steps.run_micro_batches(step, body)
 
     def pipeline_step(  # noqa: PLR0913 - the arguments of micro_batches(), and the schedule
         self,
@@ -266,8 +266,8 @@ class ReplicatedModel(WrappingModel):
         split = pipeline.split(number, accumulation, arguments)
         num_runs = pipeline.num_runs(batch, number, accumulation)
         if torch.is_grad_enabled():
-            asked = WholeStep(batch, num_runs, reduction, None, split, add)
-            runs = steps.run_micro_batches(asked, partial(pipeline.run, schedule.step))
+            step = WholeStep(batch, num_runs, reduction, None, split, add)
+            runs = steps.run_micro_batches(step, partial(pipeline.run, schedule.step))
         else:
             runs = [pipeline.evaluate(schedule, to_device(it, steps.gradients.device)) for it in split(batch)]
         return pipeline.losses(runs, number * num_runs * pipeline.num_micro_batches, share=share_losses)

@@ -154,8 +154,8 @@ def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout
     """Raise GradientError on all instances of a shared replica if one has ``found`` NaN or infinity."""
     if not context.environment().contract.parallelism.is_shared:
         return
-    group, said = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
-    received = gather_bytes(group, "look for NaN and infinity in all parts of the model", said.encode())
+    group, fault = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
+    received = gather_bytes(group, "look for NaN and infinity in all parts of the model", fault.encode())
     if faults := {instance: it.decode() for instance, it in zip(group.instances, received, strict=True) if it}:
         raise GradientError(f"{next(iter(faults.values()))} (found on {name_instances(faults)})")
 
