@@ -1,4 +1,4 @@
-"""Leases of virtual IPUs: the pool of each machine, the leases that jobs acquire, and the server of a pool.
+"""Leases: the right of a job to use devices. The record of a machine's leases (the pool), and its server.
 
 `pool` records which job uses which virtual IPU, for all users of a machine and without a daemon. `lease` acquires
 the virtual IPUs of a job from the pools of its hosts, or from a server, before the job starts. `server` serves one

@@ -1,4 +1,4 @@
-"""Everything that is specific to a maker of devices: masks, tools, and the output of the tools. Pure.
+"""Everything that only one maker of GPUs needs: environment variables, tools, and the parsing of outputs. Pure.
 
 No other part of poprun names a maker, a maker's runtime or its variables: other parts speak only of devices.
 """

@@ -1,4 +1,4 @@
-"""Device errors in a program's output: their recognition by the runtimes' messages, and advice. Pure."""
+"""Device errors, such as CUDA out of memory, that a program printed: recognition and advice. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ AT_FAULT: Final = re.compile(
     r"|misaligned address|unspecified launch failure|hardware stack error|invalid program counter"
     r"|operation not supported on global/shared address space|the launch timed out and was terminated)"
 )
-"""The message of an exception after a kernel has failed; lines above the traceback may tell why the kernel failed.
+"""A pattern for the error messages of the CUDA and HIP runtime after a kernel has failed; lines above the
+traceback may say why the kernel failed.
 
 The texts are the messages of the errors 700 to 719 of the CUDA runtime (cudaError_t in the CUDA runtime's manual).
 """
@@ -24,7 +25,7 @@ SAID_OF_ALL: Final = re.compile(
     r"Search for `(?:cuda|hip)Error|(?:CUDA|HIP) kernel errors might be asynchronously"
     r"|For debugging consider passing |Device-side assertions? |Compile with `?TORCH_USE_"
 )
-"""Lines that torch adds to every error of a device; these lines say nothing about the particular error."""
+"""A pattern for lines that torch adds to every error of a device, and that do not describe the error."""
 
 _ASSERTION: Final = re.compile(r".*\bassertion .*failed", re.IGNORECASE)
 _NO_ROOM: Final = re.compile(r"shared memory segment /dev/shm/nccl\S+.*No space left on device")
@@ -41,14 +42,14 @@ _LARGER: Final = "enlarge /dev/shm: start the container with --shm-size 8g, or m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFailure:
-    """The reason why a program failed on its device, and advice for the user."""
+    """The reason why a program failed on its GPU, and advice for the user."""
 
     said: str  # the reason, in the words of the runtime's message
     advice: str  # what the user can do
 
 
 def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
-    """Return why a program failed on its device, found in its last lines; None if the lines do not say so."""
+    """Return why a program failed on its GPU, found in its last output ``lines``; None if not there."""
     text = " ".join(lines)
     if memory := _NO_MEMORY.search(text):
         wanted, device, total, free = memory.groups()
@@ -65,5 +66,5 @@ def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
 
 
 def find_assertion(lines: Sequence[str]) -> str:
-    """Return the last line in which a kernel says which assertion failed; an empty text if there is none."""
+    """Return the last of ``lines`` in which a GPU kernel reports a failed assertion; "" if there is none."""
     return next((line.strip() for line in reversed(lines) if _ASSERTION.match(line)), "")

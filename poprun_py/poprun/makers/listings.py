@@ -1,4 +1,4 @@
-"""Parsing of what the makers' tools and drivers print about devices; each device becomes a row. Pure."""
+"""Parsing of what nvidia-smi, xpu-smi and drivers print about GPUs; each GPU or slice becomes a row. Pure."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _SLICE_MEMORY: Final = re.compile(r"\.([0-9]+)gb")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A device or a slice of a device, as the maker's tool lists it."""
+    """A GPU, or a slice of a GPU, as the maker's tool or driver lists it."""
 
     name: str  # the name in masks: a number, or the UUID of a slice
     uuid: str  # the name that is the same for all users of the machine
@@ -29,7 +29,7 @@ class Listed:
 
 
 def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Return the GPUs and slices in three ``answers`` of nvidia-smi: GPUs, processes, and the tree of slices."""
+    """Return the GPUs and MIG slices in ``answers``, the outputs of three calls of nvidia-smi."""
     del files
     inventory, processes, tree = answers
     pids: dict[str, tuple[int, ...]] = defaultdict(tuple)
@@ -57,7 +57,7 @@ def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Liste
 
 
 def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the kinds and UUIDs of all slices, by the number of the slice's GPU."""
+    """Return the kind and UUID of each MIG slice in ``tree``, the output of ``nvidia-smi -L``, by GPU number."""
     found: dict[str, list[tuple[str, str]]] = {}
     index = ""
     for line in tree.splitlines():
@@ -69,13 +69,13 @@ def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def _size_of(kind: str) -> int:
-    """Return the memory in bytes of a slice of the kind ``kind``, such as ``3g.20gb``; 0 if it is unknown."""
+    """Return the memory in bytes of a MIG slice of the kind ``kind``, such as ``3g.20gb``; 0 if it is unknown."""
     match = _SLICE_MEMORY.search(kind)
     return int(match[1]) * _GIB if match else 0
 
 
 def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Return the GPUs that this process may open, from the driver's ``files`` in /sys, in the order of ROCm."""
+    """Return the AMD GPUs that this process may open, from the driver's ``files`` in /sys, in ROCm's order."""
     del answers
     nodes = sorted(int(path.split("/")[-2]) for path in files if path.endswith("/gpu_id"))
     folder = next((path.rpartition("/")[0].rpartition("/")[0] for path in files if path.endswith("/gpu_id")), "")
@@ -109,13 +109,13 @@ def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, 
 
 
 def _properties(text: str) -> dict[str, int]:
-    """Return the numbers by name in a file of the kernel that has a name and a number in each line."""
+    """Return the number of each name in ``text``, a file of the kernel with lines of a name and a number."""
     pairs = (line.partition(" ") for line in text.splitlines())
     return {name: int(number) for name, _, number in pairs if number.isdecimal()}
 
 
 def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Return the cards in the two ``answers`` of xpu-smi, a list of cards and of processes; one row per tile."""
+    """Return the Intel GPUs, or their tiles, in ``answers``: xpu-smi's lists of cards and of processes."""
     import csv
 
     inventory, processes = answers
@@ -148,7 +148,7 @@ def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed
 
 
 def _holders(processes: str, card: str) -> Iterator[int]:
-    """Yield the processes that use the card ``card``, without xpu-smi itself."""
+    """Yield the ids of the processes that use the Intel card ``card``, except xpu-smi's own processes."""
     for line in processes.splitlines():
         cells = line.split()
         if len(cells) < len(("id", "command", "card", "shared", "memory")) or not cells[0].isdecimal():
@@ -158,7 +158,7 @@ def _holders(processes: str, card: str) -> Iterator[int]:
 
 
 def arrange_tiles(devices: Sequence[Listed], environment: Mapping[str, str]) -> Sequence[Listed]:
-    """Return ``devices`` with the names of Level Zero: consecutive numbers, or card and tile as in ``0.1``."""
+    """Return ``devices`` with the names that Intel's runtime uses: 0, 1, 2 …, or card and tile as ``0.1``."""
     if environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE":
         return devices
     return [replace(it, name=str(number), whole=it.name) for number, it in enumerate(devices)]

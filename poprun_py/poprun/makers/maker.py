@@ -1,4 +1,4 @@
-"""The makers of devices: the variables that select a program's devices, and the tools that list the devices.
+"""The makers of GPUs: the environment variables that select a program's GPUs, and the tools that list the GPUs.
 
 CUDA: https://docs.nvidia.com/cuda/cuda-c-programming-guide (environment variables), and its MIG user guide. ROCm:
 https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html. Level Zero: its core programming guide.
@@ -21,7 +21,7 @@ def _as_listed(devices: Sequence[Listed], environment: Mapping[str, str]) -> Seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
-    """The facts that poprun needs about the devices of one maker."""
+    """The facts that poprun needs about the GPUs of one maker: variables, tools, parsing, and names."""
 
     name: str
     device_type: str  # torch's name for the type of device
@@ -47,16 +47,16 @@ class Maker:
 
     @property
     def source(self) -> str:
-        """The name of the command or folder that lists the devices."""
+        """The name of the command, or of the folder, from which poprun gets the list of the maker's GPUs."""
         return self.commands[0][0] if self.commands else self.patterns[0].partition("/*")[0]
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """All variables that hide devices; the variables that the runtime reads first come last."""
+        """The environment variables that hide GPUs from a program; the runtime reads the last ones first."""
         return (self.mask, *self.aliases, *self.outer_masks)
 
     def is_slice(self, name: str) -> bool:
-        """Whether ``name`` is the name of a slice of a device."""
+        """Whether ``name`` is the name of a slice of a GPU, and not of a whole GPU."""
         return bool(self.slice_mark) and self.slice_mark in name
 
 
@@ -121,7 +121,7 @@ INTEL: Final = Maker(
 )
 
 MAKERS: Final = {maker.name: maker for maker in (NVIDIA, AMD, INTEL)}
-"""All makers by name, in the order in which poprun looks for devices."""
+"""All makers of GPUs by name, in the order in which poprun looks for GPUs."""
 
 DEFAULT_MAKER: Final = NVIDIA.name
 """The maker that poprun assumes if nobody has looked for devices, such as on a node that a scheduler describes."""
@@ -130,16 +130,16 @@ PASSED_PREFIXES: Final = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_"),
     *("HIP_", "HSA_", "ROCM_", "MIOPEN_", "RCCL_", "ZE_", "SYCL_", "ONEAPI_", "CCL_"),
 )
-"""Beginnings of the names of variables that poprun passes to programs on other hosts.
+"""The beginnings of the names of environment variables that poprun passes to programs on other hosts.
 
-The outer masks are not passed, because an outer mask is right only on its own host.
+Variables of `Maker.outer_masks` are not passed, because such a mask is right only on its own host.
 """
 
 CACHES: Final = {"CUDA_CACHE_PATH": "cuda", "MIOPEN_USER_DB_PATH": "miopen"}
-"""Variables that say where compiled kernels are kept, each with its folder in the common directory of caches."""
+"""Environment variables for the folder of compiled kernels, each with its folder below poprun's cache folder."""
 
 DETERMINISM: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""A variable and its value: cuBLAS returns bitwise equal results only with workspaces of a fixed size."""
+"""An environment variable and its value, with which cuBLAS returns bitwise equal results in every run."""
 
 TORCH_BUILDS: Final = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
-"""Attributes of ``torch.version`` that say for which runtime torch was built, each with the runtime's name."""
+"""The attributes of ``torch.version`` that are set if torch was built for a runtime, and its name."""

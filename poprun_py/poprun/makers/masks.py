@@ -1,4 +1,4 @@
-"""Evaluation of device masks as the maker's runtime does it: the devices left, and problems of the masks. Pure."""
+"""Evaluation of variables such as CUDA_VISIBLE_DEVICES: which GPUs a program sees, and what is wrong. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,19 +8,19 @@ from poprun.makers.listings import Listed
 from poprun.makers.maker import MAKERS, Maker
 
 _HIDING: Final = ("", "-1", "NoDevFiles", "none", "void")
-"""Values that a user or a scheduler writes into a mask to hide all devices."""
+"""Values with which a user or a scheduler hides all GPUs in a variable such as CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visible:
-    """The devices that remain after the masks, and the problems of the masks."""
+    """The GPUs that a program sees after variables such as CUDA_VISIBLE_DEVICES, and problems of the values."""
 
     devices: tuple[Listed, ...]  # in the order of the innermost mask and with the names in that mask
     problems: tuple[str, ...] = ()  # problems of the masks, one sentence for each problem
 
 
 def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping[str, str]) -> Visible:
-    """Return the devices of ``listed`` that remain after the masks in ``environment``, and the masks' problems."""
+    """Return which GPUs of ``listed`` a program with the variables ``environment`` sees, and problems."""
     devices, problems = tuple(maker.arrange(listed, environment)), list[str]()
     outer = {name: environment[name] for name in maker.outer_masks if name in environment}
     for name, text in outer.items():
@@ -45,7 +45,7 @@ def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping
 def _left_by(
     variable: str, text: str, devices: Sequence[Listed], maker: Maker
 ) -> tuple[tuple[Listed, ...], list[str]]:
-    """Return the devices that remain after one mask, and its problems; an unknown name ends the mask."""
+    """Return the GPUs that a variable such as CUDA_VISIBLE_DEVICES leaves, and problems of its value ``text``."""
     found = list[Listed]()
     for word in map(str.strip, text.split(",")):
         matches = _called(word, devices, maker)
@@ -64,7 +64,7 @@ def _left_by(
 
 
 def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
-    """Return the devices that ``word`` of a mask means: one device, or all slices of one device."""
+    """Return the GPUs that ``word``, a name in CUDA_VISIBLE_DEVICES, selects: one GPU, or a GPU's slices."""
     is_uuid = not word.replace(".", "").isdecimal()
     named = [it for it in devices if word == it.name or (is_uuid and word and it.uuid.startswith(word))]
     if len(named) == 1:
@@ -75,7 +75,7 @@ def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
 
 
 def _masks_of_others(maker: Maker, environment: Mapping[str, str]) -> list[str]:
-    """Return a problem if the variables set another maker's mask, which the devices here do not read; else []."""
+    """Return a problem if a variable hides GPUs of another maker only, which has no effect here; else []."""
     foreign = (name for other in MAKERS.values() for name in other.masks if name not in maker.masks)
     name = next((name for name in foreign if environment.get(name, "")), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""Writing of files in one step at a path that a user typed: a file is complete or is not there."""
+"""Atomic writing of files at a path that a user typed: the file is complete, or is not there at all."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ from popdist.ground.trusted_paths import open_below, opened_parent
 
 
 def check_target(path: str) -> None:
-    """Check that an ordinary file can be written at ``path``, by making a temporary file in the same folder."""
+    """Check that a file can be written at ``path``: make and remove a temporary file in its folder."""
     with opened_parent(path) as (folder, name):
         with suppress(FileNotFoundError):
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -22,7 +22,7 @@ def check_target(path: str) -> None:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace the file at ``path`` in one step: a reader sees the old file or the new file, even after a crash."""
+    """Replace the file at ``path`` atomically: a reader finds the old text or ``text``, even after a crash."""
     with opened_parent(path) as (folder, name):
         temporary = _temporary_name()
         descriptor = open_below(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -1,4 +1,4 @@
-"""Reading and writing of dataclasses in files and messages, by the fields of each dataclass.
+"""Reading and writing of dataclass objects in files and messages, field by field.
 
 A dataclass is written as a mapping whose keys are exactly the fields; `_Reader.read` shows the form of each type.
 An error is a PlanError with the name of the file, the place in the file, and the value that was found.
@@ -19,23 +19,22 @@ from poprun.text.ranges import Hosts, fold_hosts, fold_numbers, parse_hosts, par
 Record = TypeVar("Record")
 
 Rule = Callable[[Any], object]
-"""A function that checks or converts a value. Raises ValueError, whose text follows the value's name, if it fails.
-"""
+"""A function that checks or converts a value, and raises ValueError if the value is wrong. Messages print the name
+of the value before the text of the error."""
 
 _RANGES: Final[Mapping[object, tuple[Rule, Callable[[Any], str]]]] = {
     tuple[int, ...]: (parse_numbers, fold_numbers),
     Hosts: (parse_hosts, fold_hosts),
 }
-"""Types that a file contains as a text in range notation, such as ``0-3,6``, with functions that read and write
-it.
-"""
+"""Types whose values a file contains as ranges, such as ``0-3,6``, each with the functions that read and write
+this text."""
 
 _UNIONS: Final = (Union, UnionType)
 _SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 def between(least: float, most: float) -> Rule:
-    """Return the rule for a number from ``least`` to ``most``, both included."""
+    """Return a function that raises ValueError for a number outside of ``least`` to ``most``."""
 
     def check(number: float) -> float:
         if not least <= number <= most:
@@ -46,7 +45,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def printable(least: int, most: int) -> Rule:
-    """Return the rule for a text of ``least`` to ``most`` characters that can all be printed."""
+    """Return a function that raises ValueError for a text without ``least`` to ``most`` printable letters."""
 
     def check(text: str) -> str:
         if not (least <= len(text) <= most and text.isprintable()):
@@ -57,7 +56,7 @@ def printable(least: int, most: int) -> Rule:
 
 
 def distinct(values: tuple[object, ...]) -> tuple[object, ...]:
-    """Return ``values``, a list in which nothing comes twice. Raises ValueError if a value comes twice."""
+    """Return the list ``values`` unchanged. Raises ValueError if the list contains a value twice."""
     if len(set(values)) < len(values):
         raise ValueError("must name nothing twice")
     return values
@@ -72,10 +71,10 @@ def read_record(
     version: int | None = None,
     is_part: bool = False,
 ) -> Record:
-    """Return the dataclass ``kind`` with the ``values`` of the file ``source``; messages call the file ``noun``.
+    """Return an object of the dataclass ``kind``, made from ``values``, the parsed text of the file ``source``.
 
-    If ``is_part`` is true, other keys are ignored and fields may be missing that have defaults. Raises PlanError
-    if a value is wrong.
+    Messages call the file ``noun``. If ``is_part`` is true, unknown keys are ignored, and fields with a default
+    may be missing. Raises PlanError if a value is wrong.
     """
     reader = _Reader(source=source, noun=noun, is_part=is_part)
     if version is not None:
@@ -85,7 +84,7 @@ def read_record(
 
 
 def write_record(record: Any, *, version: int | None = None) -> dict[str, object]:
-    """Return a dataclass as values that JSON and YAML can contain; :func:`read_record` reads these values."""
+    """Return the dataclass object ``record`` as a dict for JSON or YAML, from which `read_record` reads it."""
     written: dict[str, object] = {} if version is None else {"version": version}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -95,7 +94,7 @@ def write_record(record: Any, *, version: int | None = None) -> dict[str, object
 
 
 def _written(kind: Any, value: Any) -> Any:
-    """Return a value of the type ``kind`` as the value that a file contains."""
+    """Return ``value``, whose type is ``kind``, as JSON or YAML contains it: a list, a dict, a text, a number."""
     if value is None or kind is Any or kind in _WORDS:
         return value
     if kind in _RANGES:
@@ -117,7 +116,7 @@ def _written(kind: Any, value: Any) -> Any:
 
 
 def _written_list(kind: Any, value: Sequence[Any]) -> list[Any]:
-    """The values of a tuple of the type ``kind`` as they stand in a file."""
+    """Return the tuple ``value``, whose type is ``kind``, as a list for JSON or YAML."""
     (inner, *_) = get_args(kind)
     inner = get_args(inner)[0] if get_origin(inner) is Annotated else inner
     kinds = get_args(inner) if get_origin(inner) in _UNIONS else (inner,)
@@ -136,14 +135,14 @@ _WORDS: Final[Mapping[object, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """The reader of one file or message, whose name is ``source``."""
+    """A reader that makes dataclass objects from the parsed content of the file or message ``source``."""
 
     source: str
     noun: str
     is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
-        """Return the dataclass ``kind`` read from the mapping ``values``, which also has the keys ``extra``."""
+        """Return an object of the dataclass ``kind`` from ``values``, a dict that also has the ``extra`` keys."""
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         if self.is_part:
             fields = tuple(field for field in fields if field.name in mapping or not _has_default(field))
@@ -158,13 +157,13 @@ class _Reader:
             raise PlanError(f"{self.source}: {path.removesuffix('.') or 'the file'}: {error}") from None
 
     def mapping(self, values: object, path: str) -> Mapping[str, object]:
-        """Return ``values`` if it is a mapping. Raises PlanError if it is not."""
+        """Return ``values``, the content at ``path``, if it is a dict. Raises PlanError if it is not."""
         if not isinstance(values, dict):
             raise self._wrong(path.removesuffix(".") or "the file", "a mapping of names to values", values)
         return values
 
     def check_version(self, values: object, version: int) -> None:
-        """Check that the file has the version ``version``, before anything else in the file is read."""
+        """Check that the file's content ``values`` has the version ``version``. Raises PlanError if not."""
         mapping = self.mapping(values, "")
         self.check_keys({*mapping, "version"}, mapping, "")
         found = self.read(int, mapping["version"], "version")
@@ -172,7 +171,7 @@ class _Reader:
             raise PlanError(f"{self.source}: version {found}: this poprun reads version {version}")
 
     def check_keys(self, keys: Collection[str], mapping: Mapping[str, object], path: str) -> None:
-        """Check that the mapping at ``path`` has exactly the keys ``keys``. Raises PlanError if it does not."""
+        """Check that ``mapping``, the content at ``path``, has exactly ``keys``. Raises PlanError if not."""
         if missing := [key for key in keys if key not in mapping]:
             raise PlanError(f"{self.source}: {_listed(missing, path)} missing")
         if unknown := [str(key) for key in mapping if key not in keys]:
@@ -180,7 +179,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {_listed(unknown, path)} no key of {self.noun}; {known}")
 
     def read(self, kind: Any, value: object, path: str) -> Any:
-        """Return the value of type ``kind`` that the file has at ``path``. Raises PlanError if it is wrong."""
+        """Return ``value``, the content at ``path``, converted to the type ``kind``. Raises PlanError if wrong."""
         origin, inner = get_origin(kind), get_args(kind)
         if origin in _UNIONS:
             (kind,) = set(inner) - {NoneType}
@@ -202,7 +201,7 @@ class _Reader:
         return self._plain_value(kind, value, path)
 
     def _pairs(self, kinds: Sequence[Any], value: object, path: str) -> Iterator[tuple[Any, Any]]:
-        """Yield the keys and values of a mapping, converted to the two types ``kinds``."""
+        """Yield the keys and values of the mapping ``value``, converted to the two types in ``kinds``."""
         for key, each in self.mapping(value, path).items():
             place = f"{path}.{key!s:.60}"
             if kinds[0] is int and not _SHORT_NUMBER.fullmatch(str(key)):
@@ -211,7 +210,7 @@ class _Reader:
             yield name, self.read(kinds[1], each, place)
 
     def _items(self, kind: Any, value: object, path: str) -> Iterator[Any]:
-        """Return an iterator over the items of a list, converted to the type ``kind``."""
+        """Return an iterator over the items of the list ``value``, converted to the type ``kind``."""
         if not isinstance(value, list):
             of = "mappings" if dataclasses.is_dataclass(kind) else "texts"
             raise self._wrong(path, f"a list of {of}", value)
@@ -220,7 +219,7 @@ class _Reader:
         return (self.read(kind, each, f"{path}[{number}]") for number, each in enumerate(value))
 
     def _plain_value(self, kind: Any, value: Any, path: str) -> Any:
-        """Return a value that contains no other values, converted to the type ``kind``."""
+        """Return ``value``, which is no list and no dict of fields, converted to the type ``kind``."""
         if kind is Any:
             return value
         if kind is range:
@@ -242,7 +241,7 @@ class _Reader:
             raise self._wrong(path, _WORDS[kind], value) from None
 
     def _follow(self, rule: Rule, value: object, path: str) -> Any:
-        """Return ``rule`` applied to the value at ``path``; an error of ``rule`` becomes an error of the file."""
+        """Return ``rule(value)``. Raises PlanError, which names the file and ``path``, if ``rule`` raises."""
         try:
             return rule(value)
         except (ValueError, PlanError) as error:
@@ -258,18 +257,18 @@ def _has_default(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _pair(kind: Any) -> Sequence[Any]:
-    """Return the types of key and value of a tuple of pairs; an empty sequence for any other tuple."""
+    """Return the types of key and value if the type ``kind`` is a tuple of pairs; () if it is not."""
     (of, *_) = get_args(kind)
     return () if get_origin(of) is not tuple or Ellipsis in get_args(of) else get_args(of)
 
 
 def _listed(names: Sequence[str], path: str) -> str:
-    """Return ``names`` of keys, joined by commas, with the verb that follows, "is" or "are"."""
+    """Return the beginning of a message about missing or unknown keys, such as ``hosts, program are``."""
     return f"{', '.join(f'{path}{name:.60}' for name in names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _shown(value: object) -> str:
-    """Return ``value`` as text in the notation of JSON and YAML, with null, true and false."""
+    """Return ``value`` as JSON and YAML write it, with null, true and false, for an error message."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value!r:.60}"
 
 

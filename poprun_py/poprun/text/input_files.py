@@ -25,9 +25,9 @@ STDIN: Final = "-"
 
 
 def read_text(file: str, asked: str, most_bytes: int = MAX_BYTES) -> str:
-    """Return the text of ``file``, or of standard input for ``-``. Raises UsageError if it cannot be read.
+    """Return the text of ``file`` (``-`` means standard input). Raises UsageError if reading fails.
 
-    The message begins with ``asked``, the option that names the file.
+    The message of the error begins with ``asked``, the option that names the file.
     """
     data = b""
     try:
@@ -49,12 +49,12 @@ def _too_long(most: int) -> str:
 
 
 def _readable(error: ValueError) -> str:
-    """Return the message of ``error``, but clearer words if Python refuses a number with too many digits."""
+    """Return the text of ``error``; if Python refused a number with thousands of digits, return simpler words."""
     return "a number has thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
 def parse_json(text: str) -> object:
-    """Return the value of ``text`` in JSON. Raises ValueError if it is no JSON, repeats a key, or is too deep."""
+    """Return the parsed JSON ``text``. Raises ValueError if it is no JSON, repeats a key, or nests too deep."""
     try:
         values: object = json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -70,7 +70,7 @@ def parse_json(text: str) -> object:
 
 
 def _inside(value: object) -> list[object]:
-    """Return the lists and mappings that ``value`` contains directly; [] if it is no list and no mapping."""
+    """Return the lists and dicts that the list or dict ``value`` contains directly; [] for any other ``value``."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [inner for inner in values if isinstance(inner, (dict, list))]
 
@@ -84,21 +84,21 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def parse_yaml(text: str) -> object:
-    """Return the value of ``text`` in YAML. Raises ValueError if it is not YAML, is too deep, or has an alias."""
+    """Return the parsed YAML ``text``. Raises ValueError if it is no YAML, has aliases, or is nested too deep."""
     with _loading(text) as loader:
         value: object = loader.get_single_data()
     return value
 
 
 def compose_yaml(text: str) -> "yaml.Node | None":
-    """Return the root node of ``text`` in YAML; None for an empty text. Raises ValueError as `parse_yaml` does."""
+    """Return the root node of the YAML ``text``, None if it is empty. Raises ValueError as `parse_yaml` does."""
     with _loading(text) as loader:
         node: yaml.Node | None = loader.get_single_node()
     return node
 
 
 class YamlError(ValueError):
-    """Error for a text that is not valid YAML: a message of one line, and the number of the wrong line, from 1."""
+    """Error for a text that is not valid YAML: a message of one line, and the number of the wrong line."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem)
@@ -130,7 +130,7 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A loader that reads at most :data:`MAX_DEPTH` levels and refuses aliases."""
+        """A YAML loader that refuses aliases, and more than :data:`MAX_DEPTH` nested levels."""
 
         depth = 0
 

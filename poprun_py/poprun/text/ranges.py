@@ -1,6 +1,6 @@
-"""Conversion of numbers, hosts, sizes and durations to text, and of numbers and hosts back from text. Pure.
+"""Conversion of numbers, host names, sizes and durations to text; parsing of numbers and host names. Pure.
 
-Numbers look like ``0-3,6`` and hosts like ``node[00-03,07]-ib``. Parsing of a folded text returns the same numbers
+Numbers look like ``0-3,6`` and hosts like ``node[00-03,07]-ib``. Parsing of such a text returns the same numbers
 or hosts in the same order.
 """
 
@@ -43,19 +43,19 @@ def counted(count: int, noun: str) -> str:
 
 
 def unit_of_bytes(num_bytes: float) -> tuple[str, int]:
-    """Return the largest unit that is not larger than ``num_bytes``, and the number of bytes of this unit."""
+    """Return the name and the bytes of the largest unit, B to TiB, that is at most ``num_bytes``; at least B."""
     return next((it for it in _BYTES if num_bytes >= it[1]), _BYTES[-1])
 
 
 def describe_bytes(num_bytes: int) -> str:
-    """Return a size with two or three digits and its unit, such as ``11.8 GiB``."""
+    """Return ``num_bytes`` as text with two or three digits and a unit, such as ``11.8 GiB``."""
     unit, factor = unit_of_bytes(num_bytes)
     size = num_bytes / factor
     return f"{size:.0f} {unit}" if size >= 100 or factor == 1 else f"{size:.1f} {unit}"
 
 
 def describe_seconds(seconds: float) -> str:
-    """Return a duration with its one or two largest units, such as ``3.2 s``, ``1 min 20 s`` or ``2 h``."""
+    """Return ``seconds`` as text with one or two units, such as ``3.2 s``, ``1 min 20 s`` or ``2 h``."""
     whole = round(seconds)
     for (unit, size), (smaller, smaller_size) in pairwise(_SECONDS):
         if whole >= size:
@@ -65,7 +65,7 @@ def describe_seconds(seconds: float) -> str:
 
 
 def describe_rate(per_second: float) -> str:
-    """Return a rate with three digits, such as ``35.7``; as a whole number from 100 on, such as ``1,234``."""
+    """Return ``per_second`` as text: with three digits, such as ``35.7``; from 100 on, such as ``1,234``."""
     return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"
 
 
@@ -75,14 +75,14 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
 
 
 def fold_numbers(numbers: Iterable[int]) -> str:
-    """Return ascending ``numbers`` as ranges, such as ``0-3,6`` for (0, 1, 2, 3, 6); an empty text for ()."""
+    """Return ascending ``numbers`` as text with ranges: ``0-3,6`` for (0, 1, 2, 3, 6); an empty text for ()."""
     if isinstance(numbers, range) and numbers.step == 1:
         return _piece(str(numbers[0]), str(numbers[-1])) if numbers else ""
     return _fold_digits(list(map(str, numbers)))
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers in text such as ``0-3,6``. Raises ValueError if they do not ascend or are too many."""
+    """Return the numbers in a text such as ``0-3,6``. Raises ValueError if not ascending, or too many."""
     if not _RANGES.fullmatch(text):
         raise ValueError(f"{text!r} is no list of numbers and ranges such as 0-3,6")
     ranges = [
@@ -106,7 +106,7 @@ def _piece(first: str, last: str) -> str:
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts in a list such as ``a,node[00-03]-ib``, in the list's order; leading zeros are kept."""
+    """Return the host names in a list such as ``a,node[00-03]-ib``, in order; leading zeros are kept."""
     items = [_read_item(item, text) for item in _split(text)]
     num_hosts = sum(math.prod(map(_size, parts)) for parts in items)
     if num_hosts > MAX_HOSTS:
@@ -117,7 +117,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Check that each host has a name that a shell and ssh accept, and that no host comes twice."""
+    """Raise PlanError if a name in ``hosts`` is no host name for a shell and ssh, or occurs twice."""
     for host in hosts:
         if slots := re.fullmatch(_WITH_SLOTS, host):
             raise PlanError(
@@ -142,7 +142,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 
 def fold_hosts(hosts: Iterable[str]) -> str:
-    """Return hosts as one text in range notation, in their order; :func:`parse_hosts` reads this text."""
+    """Return the host names ``hosts`` as one text such as ``node[00-03]``, which :func:`parse_hosts` reads."""
     cuts = map(_cut, hosts)
     return ",".join(
         _fold_run(list(run)) for _, run in groupby(cuts, key=lambda cut: (cut[0], cut[1] != "", cut[2]))
@@ -150,7 +150,7 @@ def fold_hosts(hosts: Iterable[str]) -> str:
 
 
 _Cut = tuple[str, str, str]
-"""A name, split at its last number: the text before the number, the digits, and the text after the number."""
+"""A host name, cut at its last number: the text before the number, the digits, and the text after the number."""
 
 
 def _cut(host: str) -> _Cut:
@@ -159,7 +159,7 @@ def _cut(host: str) -> _Cut:
 
 
 def _fold_run(run: list[_Cut]) -> str:
-    """Return one text for consecutive names that differ only in the last number, or that have no number."""
+    """Return one text, such as ``node[1-3]``, for names that differ only in the last number or have no number."""
     if len(run) == 1 or not run[0][1]:
         return ",".join(map("".join, run))
     before, _, behind = run[0]
@@ -167,7 +167,7 @@ def _fold_run(run: list[_Cut]) -> str:
 
 
 def _fold_digits(numbers: Sequence[str]) -> str:
-    """Return numbers as ranges, such as 08-10 for 08, 09, 10; each number keeps its number of digits."""
+    """Return numbers as text with ranges, such as ``08-10`` for 08, 09, 10; leading zeros are kept."""
     ranges: list[tuple[str, str]] = []
     for number in numbers:
         first, last = ranges[-1] if ranges else ("", "")
@@ -179,9 +179,8 @@ def _fold_digits(numbers: Sequence[str]) -> str:
 
 
 _Part = str | list[tuple[str, int]]
-"""A literal text, or the ranges in a bracket: the first number as text, because its digits count, and the last
-number.
-"""
+"""A part of a host name: a literal text, or the ranges in a bracket. A range is its first number, as text with
+leading zeros, and its last number."""
 
 
 def _size(part: _Part) -> int:
@@ -198,7 +197,7 @@ def _expand(part: _Part) -> Iterator[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Return the items of ``text``, split at commas outside of brackets."""
+    """Return the items of the list ``text``, cut at commas outside of brackets. Raises PlanError if malformed."""
     items = [item.strip() for item in re.findall(_ITEM, text)]
     separators = re.sub(_ITEM, "", text)
     if not items or separators != "," * (len(items) - 1) or not all(items):
@@ -232,7 +231,7 @@ def _read_bracket(bracket: str, text: str) -> list[tuple[str, int]]:
 
 
 def read_host_file(path: str) -> tuple[str, ...]:
-    """Return the hosts in a file with one or more hosts on each line. Raises an error that names a wrong line."""
+    """Return the host names in the file ``path``, one or more on each line. Raises UsageError if one is wrong."""
     from poprun.text.input_files import read_text
 
     hosts: list[str] = []

@@ -1,4 +1,4 @@
-"""Output of poprun's own messages on standard output and standard error, for a terminal or as PopRun's log.
+"""Output of poprun's own messages to standard output and standard error, for a terminal or for a log file.
 
 On a terminal a line is ``poprun: warning: 4 instances share 2 cores``; in a file or a pipe it is ``09:30:12.345
 4711 POPRUN [W] 4 instances share 2 cores``.
@@ -32,7 +32,8 @@ _ASCII: Final = {
     "…": "~",
     "→": ">",
 }
-"""ASCII replacements for letters, one letter for one letter, so that columns keep their width."""
+"""For each letter that ASCII lacks, the ASCII letter that replaces it: one for one, so columns keep their width.
+"""
 
 _CODES: Final = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]"
 _LONGEST: Final = 1800  # largest number of characters of a line or an error, without the time stamp of a log
@@ -41,7 +42,7 @@ _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
 
 
 def write_any_letter() -> None:
-    """Make standard output and standard error replace letters that the encoding lacks, so that no print fails."""
+    """Make prints never fail: replace letters that the encoding of standard output and error lacks."""
     codecs.register_error(_READABLE, _in_other_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -49,7 +50,7 @@ def write_any_letter() -> None:
 
 
 def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return a replacement for a letter without encoding, and the next position (`codecs.register_error`)."""
+    """Return the replacement for a letter that cannot be encoded, and the next position in the text."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter, end = error.object[error.start], error.start + 1
@@ -59,7 +60,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
-    """Call ``run`` and return its exit code; after an error, call ``report`` and return the error's exit code."""
+    """Return the exit code of ``run()``; if it raises, ``report`` the message and return the error's code."""
     try:
         return run()
     except BrokenPipeError:
@@ -81,7 +82,7 @@ def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int
 
 
 def run_click(command: "click.Command", name: str) -> int:
-    """Run ``command``, a command of click, with the arguments of this process; return the command's exit code."""
+    """Run the click command ``command`` with the arguments of this process, and return its exit code."""
     import click
 
     def report(message: str) -> None:
@@ -123,25 +124,25 @@ def print_out(text: str) -> None:
 
 
 def abandon_stdout() -> None:
-    """Redirect standard output to /dev/null, so that the interpreter does not fail to flush it at its end."""
+    """Redirect standard output to /dev/null, so that Python does not fail when it flushes at its exit."""
     with suppress(OSError, ValueError, AttributeError):  # standard output may be closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def has_color() -> bool:
-    """Whether to colour standard output: it is a terminal, and NO_COLOR (https://no-color.org) is not set."""
+    """Whether to use colours on standard output: it is a terminal, and NO_COLOR is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def width() -> int:
-    """Return the width of the terminal in columns: ``COLUMNS`` if it is set; 80 if the width is not known."""
+    """Return the width of the terminal in columns: the variable ``COLUMNS`` if set; 80 if it is unknown."""
     import shutil
 
     return shutil.get_terminal_size().columns
 
 
 def visible(text: str, *, keeps: str = "") -> str:
-    r"""Return ``text`` with control characters escaped, such as ``\x1b``; the characters in ``keeps`` stay."""
+    r"""Return ``text`` with control characters escaped, such as ``\x1b``, except the characters in ``keeps``."""
     if text.isprintable():
         return text
     return "".join(
@@ -151,22 +152,22 @@ def visible(text: str, *, keeps: str = "") -> str:
 
 
 def without_codes(text: str) -> str:
-    """Return ``text`` without colour codes, cursor codes and control characters; only tabs stay."""
+    """Return ``text`` without the terminal's codes for colours and cursor, and without control characters."""
     return re.sub(_CODES, "", text)
 
 
 def shortened(text: str) -> str:
-    """Return ``text``, without its middle if it is too long, because the beginning and the end matter most."""
+    """Return ``text``; if it is longer than 1800 letters, replace its middle by ``…``."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 2 // 3]} … {text[-_LONGEST // 4 :]}"
 
 
 def _shown(text: str) -> str:
-    """Return ``text`` with long lines shortened and control characters escaped, except line breaks and tabs."""
+    """Return ``text`` for a terminal: long lines cut, control characters escaped, except tabs and line breaks."""
     return "\n".join(map(shortened, visible(text, keeps="\n\t").split("\n")))
 
 
 class Level(StrEnum):
-    """PopRun's letters for the importance of a log line."""
+    """The importance of a line in a log, by the letter that the log prints."""
 
     DEBUG = "D"
     INFO = "I"
@@ -175,11 +176,12 @@ class Level(StrEnum):
 
 
 _WORDS: Final = {"warning: ": Level.WARNING, "error: ": Level.ERROR}
-"""Beginnings of messages that tell the level; in a log the level's letter replaces the beginning."""
+"""The first words of a message that give its level; a log prints the letter of the level instead of these words.
+"""
 
 
 def own_line(text: str, level: Level = Level.INFO) -> str:
-    """Return ``text`` as a log line; a text that begins with ``warning:`` or ``error:`` has this level."""
+    """Return ``text`` as a line for standard error: after ``poprun:`` on a terminal, else in the log's format."""
     text = _shown(text)
     if sys.stderr.isatty():
         return f"poprun: {text}\n"
@@ -187,7 +189,7 @@ def own_line(text: str, level: Level = Level.INFO) -> str:
 
 
 def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
-    """Return ``text`` in PopRun's log format, with time, process id and level before the first line only."""
+    """Return ``text`` in the log's format: after the time, the process id and the letter of ``level``."""
     for word, its_level in _WORDS.items():
         if text.startswith(word):
             text, level = text.removeprefix(word), its_level
@@ -196,7 +198,7 @@ def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
 
 
 def log(text: str, level: Level = Level.INFO) -> None:
-    """Write a log line of poprun to standard error; an error of writing is ignored."""
+    """Write ``text`` as a line of poprun's to standard error; ignore an error of the write."""
     with suppress(OSError, AttributeError):  # standard error may be closed
         sys.stderr.write(own_line(text, level))
         sys.stderr.flush()
@@ -215,7 +217,7 @@ class TopologyFormat(StrEnum):
 
 
 class EmitKind(StrEnum):
-    """The kind of cluster job that poprun can write: for Kubernetes or for Slurm."""
+    """The kind of job that poprun can write for a cluster: MPIJob or JobSet (Kubernetes), or a Slurm script."""
 
     MPIJOB = "mpijob"
     JOBSET = "jobset"
@@ -223,14 +225,14 @@ class EmitKind(StrEnum):
 
 
 class ReportFormat(StrEnum):
-    """The format in which ``--doctor`` prints its findings."""
+    """The format in which ``poprun --doctor`` prints the problems that it found."""
 
     TABLE = "table"
     JSON = "json"
 
 
 class VersionFormat(StrEnum):
-    """The format of ``--version``: only poprun's version, or all dependencies' versions as text or JSON."""
+    """The format of ``poprun --version``: only poprun's version, or also all dependencies, as text or JSON."""
 
     TEXT = "text"
     FULL_TEXT = "full-text"

@@ -1,4 +1,4 @@
-"""Claims of jobs on pools, and the leases that pools grant: the part that all kinds of pools have in common.
+"""Requests of jobs for devices in a queue (claims), and the granted leases, whatever pool grants them.
 
 A job's claim waits in the queue of a pool until the pool grants the claim. Then the job has a lease, which is kept
 beside the job's plan (`LeasedPlan`) and released when the job has ended. The module `local_lease` sends requests
@@ -25,7 +25,7 @@ ATTEMPT_SECONDS: Final = 1.0  # how long to wait between two attempts of a job t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedPlan:
-    """A plan with the leases that were acquired for the plan."""
+    """The plan of a job with the leases that the job has on devices."""
 
     plan: LaunchPlan  # the plan as it was made, without leases
     given: LeasedDevices  # the leased devices and cores on this machine, which replace the devices in the plan
@@ -33,39 +33,40 @@ class LeasedPlan:
     leases: tuple[HeldLease, ...] = ()
     has_gpus: bool = False  # whether the leases include the job's GPUs
     reacquire: Callable[[JobNetwork], JobNetwork] = lambda network: network
-    """Acquires new leases before a restart, on hosts whose lease was lost; returns the network with leases."""
+    """A function that acquires new leases before a restart on hosts that lost a lease, and returns the network
+    with them."""
 
     @property
     def shown_plan(self) -> LaunchPlan:
-        """The plan as it is printed: with the leased devices and cores instead of the planned ones."""
+        """The plan to print, with the leased devices and cores instead of the planned ones."""
         given = self.given
         return replace(self.plan, devices=given.devices, cores=given.cores, bindings=given.bindings)
 
     def with_leases(self, given: LeasedDevices, *leases: HeldLease) -> "LeasedPlan":
-        """Return the plan with further ``leases``; ``given`` are the devices and cores of all leases together."""
+        """Return the plan with further ``leases``; ``given`` has the devices and cores of all leases."""
         return replace(self, given=given, leases=(*self.leases, *leases))
 
 
 class Claim(ABC):
-    """A job's claim on a pool: a place in the queue and then a lease, of ``partition`` if it is not None."""
+    """A job's claim on a pool's devices: a place in the queue, later a lease; of ``partition`` if not None."""
 
     def __init__(self, partition: str | None) -> None:
         self.partition = partition
 
     @abstractmethod
     def _ask_pool(self) -> tuple[str, ...]:
-        """Enter the queue or send the request again; return the names of granted devices, none while waiting."""
+        """Enter the queue, or send the request again. Return the names of the granted devices, () to wait."""
 
     @abstractmethod
     def _wait(self, timeout_seconds: float | None) -> None:
-        """Wait until another request may be granted, at most ``timeout_seconds`` unless this is None."""
+        """Wait until a request for devices may succeed, at most ``timeout_seconds`` (None: no limit)."""
 
     @abstractmethod
     def _refusal(self, *, advises: bool) -> str:
-        """Return the text that lists who uses the requested devices; if ``advises``, add what the user can do."""
+        """Return the text that lists who uses the requested devices, with advice if ``advises`` is true."""
 
     def wait_until_granted(self, vipu: VipuSettings, log: Log) -> tuple[str, ...]:
-        """Request devices as often as ``vipu`` allows; return their names. IpusTakenError if none are granted."""
+        """Request devices as often as ``vipu`` allows; return their names. IpusTakenError if refused."""
         attempts_left = vipu.partition_attempts - 1 if self.partition else 0
         is_logged = False
         while not (names := self._ask_pool()):
@@ -90,7 +91,7 @@ def request_ipus(
     allocation: str | None = None,
     hosts: tuple[str, ...] = (),
 ) -> IpuRequest:
-    """Return a job's request for ``num_ipus`` virtual IPUs or GPUs; with ``hosts``, equally many on each host."""
+    """Return a job's request for ``num_ipus`` virtual IPUs or GPUs, divided evenly over ``hosts`` if given."""
     vipu, wanted = plan.vipu, None
     if partition is not None:
         wanted = PartitionRequest(
@@ -113,7 +114,7 @@ def request_ipus(
 def choose_partition(
     plan: LaunchPlan, state: PoolState, num_ipus: int, is_own: Callable[[str], bool], log: Log
 ) -> str | None:
-    """Return the plan's partition, or else the pool's only partition if it is the user's own, free and fitting."""
+    """Return the plan's partition, or the pool's only one if free, of the right size and the user's."""
     if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
         return plan.vipu.partition
     (only,) = state.partitions
@@ -125,7 +126,7 @@ def choose_partition(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The virtual IPUs that a pool has granted a job: the IPUs of ``cluster`` that are called ``names``."""
+    """The virtual IPUs that a pool has granted to a job: the IPUs of ``cluster`` with the names ``names``."""
 
     plan: LaunchPlan
     cluster: Cluster
@@ -133,20 +134,20 @@ class Granted:
     partition: str | None = None
 
     def lease(self, pool: str) -> HeldLease:
-        """Return the lease on the granted IPUs, with names for users such as ``GPU 0``."""
+        """Return the lease on the granted IPUs in the pool called ``pool``, with names such as ``GPU 0``."""
         shown = {ipu.name: str(ipu) for ipu in self.cluster.ipus}
         names = tuple(shown.get(name, name) for name in self.names)
         return HeldLease(host=fold_hosts(self.plan.hosts), names=names, pool=pool, partition=self.partition)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of the granted GPUs; if a partition has more GPUs than the job uses, only the first GPUs."""
+        """The names of the granted GPUs for the program, only as many as the job uses on a host."""
         by_name = {ipu.name: ipu for ipu in self.cluster.ipus}
         return tuple(by_name[name].device for name in self.names[: self.plan.num_gpus_per_host])
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """The cores of the granted virtual IPUs of a CPU; each IPU is an equal share of the plan's cores."""
+        """The numbers of the cores that the granted virtual IPUs stand for: equal shares of the plan's cores."""
         number = {ipu.name: ipu.index for ipu in self.cluster.ipus}
         num_ipus, num_cores = len(self.cluster.ipus), len(self.plan.cores)
         cores: set[int] = set()
@@ -157,7 +158,7 @@ class Granted:
         return tuple(sorted(cores))
 
     def check_domains(self, num_hosts: int) -> None:
-        """Raise PartitionError if the IPUs are in more IPU-Link domains than the hosts have instances."""
+        """Raise PartitionError if the IPUs are in more IPU-Link domains than the job has instances."""
         num_domains = len({ipu.domain for ipu in self.cluster.ipus if ipu.name in self.names})
         if num_domains > self.plan.num_instances_per_host * num_hosts:
             least = num_domains * len(self.plan.hosts) // num_hosts

@@ -1,4 +1,4 @@
-"""The leases of a job on several hosts: before the start, poprun acquires a lease on every host, or on none.
+"""The leases of a job on several hosts: before the start, poprun acquires a lease on each host, or on none.
 
 A process on each host (`lease_holder`) requests the lease from the host's pool. All jobs request hosts in the same
 order, whatever names they use for the hosts. A waiting job therefore holds only hosts that come earlier in this
@@ -31,7 +31,7 @@ from poprun.plan.request import RemoteSettings
 from poprun.text import screen
 
 HOLDER_MARK: Final = "poprun-lease:"
-"""The beginning of each line of a lease holder, because a shell's startup files may print other lines."""
+"""The beginning of each line that a lease holder prints, because a shell's startup files may print other lines."""
 
 _ANSWER_SECONDS: Final = 60.0
 _SLACK_SECONDS: Final = 60.0
@@ -48,7 +48,7 @@ _Message = dict[str, Any]
 
 @contextmanager
 def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> Iterator[LeasedPlan]:
-    """Hold a lease on each host of the job for the length of a block; yield the job with these leases."""
+    """A context with ``job`` and a lease on each of its hosts, released at the end of the context."""
     if not (job.plan.takes_lease or job.plan.owns_cores):
         yield job
         return
@@ -62,7 +62,7 @@ def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> 
 
 
 class _HostLeases:
-    """The leases of a job: one lease on each host, and the process that holds this lease."""
+    """The leases of a job on its hosts, and the process on each host that holds the lease."""
 
     def __init__(self, plan: LaunchPlan, *, is_fixed: bool) -> None:
         self._plan = plan
@@ -72,7 +72,7 @@ class _HostLeases:
         self._granted: dict[str, _Message] = {}
 
     def acquire(self) -> None:
-        """Acquire a lease on every host, one host after the other."""
+        """Start a holder process on each host, and acquire a lease on one host after the other."""
         for host in self._plan.hosts:
             self._start_holder(host, self._plan)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -84,7 +84,7 @@ class _HostLeases:
             self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
     def reacquire(self, network: JobNetwork) -> JobNetwork:
-        """Before a restart, acquire new leases on hosts that lost theirs; return ``network`` with the leases."""
+        """Acquire new leases, before a restart, on hosts that lost theirs; return ``network`` with them."""
         # A restart never waits: a job that holds some hosts and waits for an earlier host might wait for ever.
         plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
         for host in [host for host, holder in self._holders.items() if not holder.is_there()]:
@@ -99,7 +99,7 @@ class _HostLeases:
         return self.within(network)
 
     def within(self, network: JobNetwork) -> JobNetwork:
-        """Return ``network`` with the devices that each host has leased to the job, and each lease's address."""
+        """Return ``network`` with the leased devices of each host, and the address of its lease holder."""
         hosts = tuple(
             replace(
                 route,
@@ -111,7 +111,7 @@ class _HostLeases:
         return replace(network, hosts=hosts, lease_holders=tuple(holder.pid for holder in self._holders.values()))
 
     def held(self) -> tuple[HeldLease, ...]:
-        """Return the leases of the job, host by host."""
+        """Return the leases that the job has, in the order of its hosts."""
         return tuple(
             HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
             for host in self._plan.hosts
@@ -119,7 +119,7 @@ class _HostLeases:
         )
 
     def end(self) -> None:
-        """Release all leases, and wait briefly for the lease holders to end."""
+        """Release all leases, and wait briefly until the processes that held them have ended."""
         for holder in self._holders.values():
             holder.release()
         until = time.monotonic() + _LEAVE_SECONDS
@@ -132,7 +132,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """Check that no two hosts have the same pool, because the job would then wait for itself."""
+    """Raise HostsError if two hosts share one pool of leases: the job would wait for itself."""
     first: dict[str, str] = {}
     for host, machine in machines.items():
         if (twin := first.setdefault(machine, host)) != host:
@@ -143,7 +143,7 @@ def check_machines(machines: Mapping[str, str]) -> None:
 
 
 def _until(plan: LaunchPlan) -> float | None:
-    """Return the monotonic time until which a host has to answer; None if the job waits for other jobs."""
+    """Return the monotonic time by which a host must answer, None if the job may wait in a queue for leases."""
     vipu = plan.vipu
     if vipu.waits_for_devices:
         return None
@@ -151,7 +151,7 @@ def _until(plan: LaunchPlan) -> float | None:
 
 
 class LeaseHolder:
-    """The process that holds a job's lease on one host, started with ``remote`` or, if None, on this machine."""
+    """The process that holds a job's lease on one host; ``remote`` says how to start it, None: locally."""
 
     def __init__(self, host: str, remote: RemoteSettings | None) -> None:
         self.host = host
@@ -177,23 +177,23 @@ class LeaseHolder:
 
     @property
     def pid(self) -> int:
-        """Id of the local process: the lease holder, or the ssh or srun process that started the holder."""
+        """Id of the local process: the lease holder itself, or the ssh or srun that started it."""
         return self._process.pid
 
     def send(self, message: _Message) -> Self:
-        """Send ``message`` to the holder. A failed write raises nothing, because no answer will come then."""
+        """Send ``message`` to the lease holder. A failed write raises no error: no answer will come."""
         with suppress(OSError):
             self._orders.write(json.dumps(message).encode() + b"\n")
         return self
 
     def acquire(self, until: float | None) -> _Message:
-        """Order the holder to acquire the job's lease; return the holder's message with the lease."""
+        """Order the lease holder to acquire the lease; return its message, with the leased devices."""
         granted = self.send({"order": "acquire"}).answer("held", until)
         self._holds = True
         return granted
 
     def answer(self, wanted: str, until: float | None) -> _Message:
-        """Wait for the next message that has the key ``wanted``, and return the message.
+        """Wait for the lease holder's next message with the key ``wanted``, and return the message.
 
         Raises PoprunError if the holder sends an error, ends, or does not answer before the time ``until``.
         """
@@ -208,7 +208,7 @@ class LeaseHolder:
                 raise kind(f"host {self.host}: {message['error']}")
 
     def is_there(self) -> bool:
-        """Return whether the holder still answers, and therefore still holds the lease."""
+        """Return whether the lease holder answers a ping, and therefore still holds the lease."""
         try:
             self.send({"order": "ping"}).answer("here", time.monotonic() + _PING_SECONDS)
         except PoprunError:
@@ -216,7 +216,7 @@ class LeaseHolder:
         return True
 
     def release(self) -> None:
-        """Order the holder to release the lease, and close the pipe to the holder."""
+        """Order the lease holder to release the lease, and close the pipe to the lease holder."""
         if self._holds:
             self.send({"order": "release"})
             self._holds = False
@@ -224,7 +224,7 @@ class LeaseHolder:
             self._orders.close()
 
     def end(self, until: float) -> None:
-        """Wait until the monotonic time ``until`` for the process to end, and then kill the process if needed."""
+        """Wait until the lease holder has ended; at the monotonic time ``until``, kill it."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -253,7 +253,7 @@ class LeaseHolder:
         return data
 
     def _complaint(self) -> str:
-        """Return the last line that ssh or the holder wrote to standard error, in brackets; empty if none."""
+        """Return the last line that ssh or the lease holder wrote to standard error; "" if none."""
         if not _is_readable(self._complaints, _COMPLAINT_SECONDS):
             return ""
         lines = os.read(self._complaints.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
@@ -262,7 +262,7 @@ class LeaseHolder:
 
 
 def _is_readable(stream: IO[bytes], patience_seconds: float | None) -> bool:
-    """Wait up to ``patience_seconds`` (None: for ever) for data in ``stream``; return whether data can be read."""
+    """Wait up to ``patience_seconds`` (None: no limit) for data; return whether ``stream`` has data to read."""
     poll = select.poll()  # select does not accept the large descriptors that many hosts need
     poll.register(stream, select.POLLIN)
     return bool(poll.poll(None if patience_seconds is None else patience_seconds * 1000))

@@ -1,4 +1,4 @@
-"""The process that holds a job's lease on one host: ``python -I lease_holder.py FOLDER``, started by poprun.
+"""The program that holds a job's lease on one host, ``python -I lease_holder.py FOLDER``; poprun starts it.
 
 The process holds the lease for all attempts, and sends the lease's open file to the agents of its host. If poprun
 cannot be reached, the process ends at once without releasing the lease: the lease then ends with the last agent.
@@ -27,7 +27,7 @@ from poprun.plan.plan_file import read_plan
 
 
 def main() -> None:
-    """Acquire the lease of a plan when poprun orders it, and hold the lease until poprun orders the release."""
+    """Acquire the lease of a plan when poprun orders it, and hold the lease until poprun orders its release."""
     orders = _Orders()
     request = orders.next()
     try:
@@ -49,21 +49,21 @@ def main() -> None:
 
 
 def machine_of(pool: str) -> str:
-    """Return a text that identifies the pool in the folder ``pool``, whatever names its machine has."""
+    """Return a text that is equal for two hosts if and only if the folder ``pool`` is the same on both."""
     with opened_place(pool, makes=True) as descriptor:
         folder = os.fstat(descriptor)
     return f"{boot_id()} {folder.st_dev} {folder.st_ino}"
 
 
 class _Orders:
-    """The orders that poprun sends on standard input, one per line. At end of file the whole process ends."""
+    """The orders of poprun on standard input, one per line. At end of file this whole process ends."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self) -> dict[str, Any]:
-        """Wait for the next order of poprun."""
+        """Wait for poprun's next order, and return the order."""
         order: dict[str, Any] = json.loads(self._lines.get())
         return order
 
@@ -77,7 +77,7 @@ class _Orders:
 
 
 def _hand_out(descriptors: list[int]) -> str:
-    """Start a thread that sends the lease's open files to this user's agents; return the thread's address."""
+    """Start a thread that sends the lease's locked files to this user's agents; return its socket address."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"poprun-lease-{os.getpid()}-{os.urandom(16).hex()}"
     listener.bind(abstract_address(address))
@@ -104,7 +104,7 @@ def _answer_agents(listener: socket.socket, descriptors: list[int]) -> NoReturn:
 
 
 def _end_at_once() -> NoReturn:
-    """End this process without changing the pool, because agents that still run still hold the job's lease."""
+    """End this process but leave the lease, because running agents still hold the lease's locked file."""
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A job's leases from the pool of this machine: virtual IPUs, GPUs, and cores for the job's instances alone.
+"""The leases of a job on this machine: on virtual IPUs, on GPUs, and on cores for its instances alone.
 
 All jobs acquire these leases in this order, so that two jobs never wait for each other.
 """
@@ -32,17 +32,17 @@ from poprun.plan.topology import Binding, Gpu, MachineFacts
 from poprun.text import screen
 
 _OCCUPANTS_SECONDS: Final = 5.0
-"""The time between two checks whether a process outside the pool still uses a GPU's memory."""
+"""The time between two checks whether a process without a lease still uses a GPU's memory."""
 
 _CORE_QUEUE: Final = "core/"
-"""The queue for cores, so that jobs that want cores do not wait behind jobs that want virtual IPUs."""
+"""The queue for cores. Jobs that want cores do not wait behind jobs that want virtual IPUs."""
 
 
 @contextmanager
 def leased_here(
     job: LeasedPlan, facts: MachineFacts | None, *, is_fixed: bool, log: Log = screen.log
 ) -> Iterator[LeasedPlan]:
-    """Hold a job's leases on this machine for the length of a block; yield the job with these leases.
+    """A context with ``job`` and its leases on this machine, released at the end of the context.
 
     If ``is_fixed``, lease exactly the GPUs that the plan names.
     """
@@ -64,7 +64,7 @@ def leased_here(
 
 
 def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
-    """Return the name of the plan's partition (None if the plan needs none), and the contents of the pool."""
+    """Return the name of the partition that the job uses (None for no partition), and the pool's contents."""
     state, user = _pool_of(plan).state(), user_name(os.getuid())
     if plan.asks_server:
         return plan.vipu.partition, state
@@ -75,7 +75,7 @@ def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
 def ipu_claims(
     plan: LaunchPlan, partition: str | None, facts: MachineFacts | None, *, is_fixed: bool
 ) -> "Sequence[IpuClaim | GpuClaim]":
-    """Return a job's claims on virtual IPUs and GPUs of this machine, from ``partition`` if it is not None."""
+    """Return the job's claims, to be queued, on virtual IPUs and GPUs here; from ``partition`` if not None."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
         found = find_devices(os.environ) if facts is None else None
@@ -92,7 +92,7 @@ def ipu_claims(
 
 @contextmanager
 def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[str] = ()) -> Iterator[LeasedPlan]:
-    """Wait for a claim and hold its lease for the length of a block; or use the ``inherited`` devices instead."""
+    """A context with ``job`` and the lease that ``claim`` waits for, or with the ``inherited`` devices, if any."""
     try:
         names = inherited or claim.wait_until_granted(job.plan.vipu, log)
         yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
@@ -101,7 +101,7 @@ def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[
 
 
 class LocalClaim(Claim):
-    """A claim of a job on devices of this machine's pool, which are chosen from ``cluster``."""
+    """A job's claim on devices in ``cluster`` of this machine's pool: a place in the queue, then a lease."""
 
     _requested: PoolRequest
 
@@ -114,11 +114,11 @@ class LocalClaim(Claim):
 
     @abstractmethod
     def request(self) -> PoolRequest:
-        """Return the request to the pool for the devices or cores that the job needs."""
+        """Return the request that this claim sends to the pool: how many devices or cores, and which."""
 
     @abstractmethod
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """Return the job's devices and cores: ``given`` from earlier claims, plus ``names`` from this claim."""
+        """Return ``given``, the job's devices and cores so far, with the devices ``names`` added."""
 
     def _ask_pool(self) -> tuple[str, ...]:
         self._requested = self.request()
@@ -147,16 +147,16 @@ class LocalClaim(Claim):
         )
 
     def lease(self, names: Sequence[str]) -> HeldLease:
-        """Return the lease on the virtual IPUs, GPUs or cores called ``names``."""
+        """Return the lease on the virtual IPUs, GPUs or cores with the names ``names``."""
         held = self.granted(names).lease(self._pool.path)
         return held if self._ticket is None else replace(held, descriptor=self._ticket.descriptor)
 
     def granted(self, names: Sequence[str]) -> Granted:
-        """Return a `Granted` with the virtual IPUs, GPUs or cores called ``names``."""
+        """Return a `Granted` object for the virtual IPUs, GPUs or cores with the names ``names``."""
         return Granted(plan=self.plan, cluster=self.cluster, names=names, partition=self.partition)
 
     def give_back(self, log: Log) -> None:
-        """Release the lease; if the pool cannot be written, log a warning: the lease ends with this process."""
+        """Release the lease; if the pool cannot be written, log a warning: it ends with this process."""
         if self._ticket is not None:
             try:
                 self._pool.release(self._ticket)
@@ -165,7 +165,7 @@ class LocalClaim(Claim):
 
 
 class IpuClaim(LocalClaim):
-    """A claim on virtual IPUs of this machine, which are a pod's IPUs or shares of the cores."""
+    """A job's claim on virtual IPUs of this machine, which are IPUs of a pod or shares of the cores."""
 
     def __init__(self, plan: LaunchPlan, partition: str | None) -> None:
         super().__init__(plan, partition, _ipus_here(plan, partition))
@@ -181,11 +181,11 @@ class IpuClaim(LocalClaim):
         self._wanted = wanted.of(self.cluster)
 
     def request(self) -> PoolRequest:
-        """Return the request for as many virtual IPUs as the replicas use."""
+        """Return the request to the pool for as many virtual IPUs as the replicas use."""
         return self._wanted
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """Return ``given`` with the cores of the virtual IPUs, if virtual IPUs are shares of the CPU's cores."""
+        """Return ``given``, the job's devices, with the cores that the virtual IPUs stand for, if any."""
         granted = self.granted(names)
         granted.check_domains(num_hosts=1)
         if self.plan.vipu.ipus_per_host is None or self.plan.devices or self.cluster.kind != CPU:
@@ -194,7 +194,7 @@ class IpuClaim(LocalClaim):
 
 
 class GpuClaim(LocalClaim):
-    """A claim on GPUs of this machine; if ``is_fixed``, on exactly the GPUs that the plan names."""
+    """A job's claim on GPUs of this machine; if ``is_fixed``, on exactly the GPUs that the plan names."""
 
     def __init__(self, plan: LaunchPlan, partition: str | None, gpus: Sequence[Gpu], *, is_fixed: bool) -> None:
         super().__init__(plan, partition, _gpus_here(plan, gpus))
@@ -209,12 +209,12 @@ class GpuClaim(LocalClaim):
         return super()._ask_pool()
 
     def request(self) -> PoolRequest:
-        """Return the request for as many GPUs as the instances use, or for exactly the GPUs in the plan."""
+        """Return the request to the pool for as many GPUs as the job uses, or for exactly the plan's GPUs."""
         request = self._wanted.of(self.cluster)
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """Return ``given`` with the granted GPUs, named as in the environment variable that limits GPUs."""
+        """Return ``given``, the job's devices, with the granted GPUs, as programs name them."""
         return replace(given, devices=self.granted(names).devices)
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
@@ -225,7 +225,7 @@ class GpuClaim(LocalClaim):
 
 
 class CoreClaim(LocalClaim):
-    """A claim on cores for the job's instances alone; if ``facts`` is None, on exactly the cores in the plan."""
+    """A job's claim on cores for its instances alone; without ``facts``, on exactly the cores in the plan."""
 
     def __init__(self, plan: LaunchPlan, facts: MachineFacts | None, given: LeasedDevices) -> None:
         self._facts = facts
@@ -236,7 +236,7 @@ class CoreClaim(LocalClaim):
         super().__init__(plan, None, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(there)))
 
     def request(self) -> PoolRequest:
-        """Return the request for one core per thread, or for exactly the cores in the plan."""
+        """Return the request to the pool for one core per thread, or for exactly the cores in the plan."""
         if self._facts is None:
             num_cores = len(_bound(self._given.bindings))
         else:
@@ -245,12 +245,12 @@ class CoreClaim(LocalClaim):
         return PoolRequest(num_ipus=num_cores, choose=self._choose, queue_name=_CORE_QUEUE)
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """Return ``given`` with each instance bound to its chosen cores."""
+        """Return ``given``, the job's devices, with each instance bound to its leased cores."""
         del names
         return replace(given, bindings=self._given.bindings)
 
     def _choose(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
-        """Choose cores that are not ``taken``; a physical core is free if all its hardware threads are free."""
+        """Choose cores that are not ``taken`` and whose hardware threads are all free; () if too few are free."""
         if self._facts is None:
             wanted = _cores(_bound(self._given.bindings))
             return () if any(core.name in taken for core in wanted) else wanted
@@ -270,7 +270,7 @@ def _pool_of(plan: LaunchPlan) -> Pool:
 
 
 def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
-    """Return the IPUs of the job that started this process, in slot order, if the job is this user's or root's."""
+    """Return the IPUs that the job which started this process has leased, if it is this user's or root's."""
     above, users = set(ancestors(os.getpid())), (user_name(os.getuid()), user_name(0))
     holders = (lease for lease in state.leases if lease.holder.pid in above and lease.holder.user in users)
     leases = (lease for lease in holders if is_here(lease.holder))
@@ -279,7 +279,7 @@ def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
 
 
 def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
-    """Return the cluster of virtual IPUs from which a job chooses; by default, a CPU has one per core or more."""
+    """Return the virtual IPUs of this machine; by default a CPU has one for each core, or as many as needed."""
     vipu = plan.vipu
     num_ipus = vipu.ipus_per_host
     if num_ipus is None and partition is None:
@@ -289,7 +289,7 @@ def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
 
 
 def _gpus_here(plan: LaunchPlan, gpus: Sequence[Gpu]) -> Cluster:
-    """Return the cluster of GPUs from which a job chooses."""
+    """Return the GPUs of this machine from which a job chooses, as a cluster of virtual IPUs."""
     return gpu_cluster(socket.gethostname(), gpus[: plan.vipu.ipus_per_host])
 
 

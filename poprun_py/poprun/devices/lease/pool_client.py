@@ -1,4 +1,4 @@
-"""The functions that poprun calls to use pools: before planning, in a dry run, and when a job starts."""
+"""The functions about leases on devices that poprun calls: before planning, in a dry run, at a job's start."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ from poprun.text.ranges import counted, fold_hosts
 def facts_under_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> tuple[MachineFacts, Cluster | None]:
-    """Return ``facts`` with the GPUs that other jobs have leased marked, and the pod to plan for, or None."""
+    """Return ``facts`` with each GPU marked that another job has leased, and the pod to plan for, or None."""
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
@@ -44,7 +44,7 @@ def facts_under_pool(
 
 @contextmanager
 def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[LeasedPlan]:
-    """Hold a job's leases on all of its hosts for the length of a block; yield the plan with the leases."""
+    """A context with the plan of a job and its leases on all hosts, released at the end of the context."""
     is_fixed = facts is None
     with ExitStack() as stack:
         job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
@@ -61,7 +61,7 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
 
 
 def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -> str:
-    """Return a line that names the devices that a job would lease now, or says why it could not start now."""
+    """Return a line that names the devices a job would lease now, or says why it could not start now."""
     if not is_here:
         counts = [counted(plan.num_ipus_per_host, "virtual IPU")] if plan.leases_ipus else []
         counts += [counted(plan.num_gpus_per_host, "GPU")] if plan.devices else []
@@ -77,7 +77,7 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
 
 
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:
-    """Return the names of the devices that a claim would get now; IpusTakenError if it would have to wait."""
+    """Return the names of the devices that ``claim`` would get now. Raises IpusTakenError if it had to wait."""
     request = claim.request()
     names, _ = request.choose_from(state)
     if not names:

@@ -1,4 +1,4 @@
-"""The choice of the cluster of virtual IPUs for a machine's pool, and checks of names that a job gives."""
+"""The choice of the virtual IPUs that a machine's pool leases to jobs, and checks of names that a user gave."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def choose_cluster(
 
 
 def pod_of(text: str) -> Cluster:
-    """Return the pod that ``text`` names, such as ``POD16``, or that the YAML file ``text`` describes."""
+    """Return the virtual IPUs of the pod called ``text``, such as ``POD16``, or of the YAML file ``text``."""
     found = named_pod(text)
     if found is not None:
         return found
@@ -39,7 +39,7 @@ def pod_of(text: str) -> Cluster:
 
 
 def check_names(ours: Cluster, allocation: str | None, cluster: str | None = None) -> None:
-    """Raise PartitionError if the cluster ``ours`` has no such allocation, or another name than ``cluster``."""
+    """Raise PartitionError if ``cluster`` is not the name of ``ours``, or ``ours`` lacks the ``allocation``."""
     if cluster is not None and cluster != ours.name:
         raise PartitionError(f"there is no cluster {cluster}: there is {ours.name}")
     if allocation is not None and allocation not in ours.allocations:
@@ -50,7 +50,7 @@ def check_names(ours: Cluster, allocation: str | None, cluster: str | None = Non
 
 
 def check_hosts_of(cluster: Cluster, hosts: Sequence[str]) -> None:
-    """Raise PlanError if ``cluster`` lists its hosts and one of ``hosts`` is not among the cluster's hosts."""
+    """Raise PlanError if the cluster of virtual IPUs lists its hosts, and one of ``hosts`` is not listed."""
     strangers = [host for host in hosts if host not in cluster.hosts]
     if cluster.hosts and strangers:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""The contents of an open pool folder: the leases of running jobs and the partitions, each in its user's file.
+"""The files of a pool, the record of a machine's leases: one file for each lease and partition. Strictly read.
 
 Users write only their own files, so nobody can change or end another user's lease. A user who claims too much can
 only make other users wait. The file's owner, and not the file's contents, decides whose lease it is. A file is
@@ -28,7 +28,7 @@ Row = TypeVar("Row", Lease, Partition)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Generic[Row]):
-    """A lease or a partition with the owner and the key of its file. A temporary partition has its lease's key."""
+    """A lease or a partition, with its file's key and owner. A temporary partition has its lease's key."""
 
     key: str
     uid: int
@@ -37,14 +37,14 @@ class Stored(Generic[Row]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All leases and partitions in the pool at one moment, with their files."""
+    """All leases and partitions in a machine's pool at one moment, each with the owner and key of its file."""
 
     leases: tuple[Stored[Lease], ...]  # leases of running jobs, the earliest request first
     partitions: tuple[Stored[Partition], ...]  # sorted by name; of equal names, this user's partition is first
 
     @property
     def state(self) -> PoolState:
-        """The leases and partitions as values, without their files."""
+        """All leases and partitions of the pool as values, without the owners and keys of their files."""
         leases = tuple(stored.row for stored in self.leases)
         holder_of = {lease.queue: lease.id for lease in leases if lease.ipus}
         return PoolState(
@@ -56,16 +56,16 @@ class Contents:
 
     @property
     def next_number(self) -> int:
-        """The number of the next lease: one more than the largest number in the pool."""
+        """The number for the next lease of the pool: one more than the largest number in use."""
         return min(MAX_NUMBER, 1 + max((stored.row.id for stored in self.leases), default=0))
 
     def partition(self, name: str) -> Stored[Partition] | None:
-        """Return the partition ``name``; None if there is no such partition."""
+        """Return the partition called ``name``, with its file's key; None if there is no such partition."""
         return next((stored for stored in self.partitions if stored.row.name == name), None)
 
 
 def read_contents(folder: PoolFolder) -> Contents:
-    """Read all leases and partitions from the folder. Raises PoolError if a file cannot be read."""
+    """Read the files of all leases and partitions in ``folder``. Raises PoolError if a file is damaged."""
     leases: list[Stored[Lease]] = []
     partitions: list[Stored[Partition]] = []
     for kind, key in folder.keys(*_KINDS.values()):
@@ -92,7 +92,7 @@ def read_contents(folder: PoolFolder) -> Contents:
 
 
 def read_row(kind: type[Row], data: bytes, uid: int) -> Row:
-    """Return the lease or partition in a file of the user ``uid``; ValueError or PlanError if it is damaged."""
+    """Return the lease or partition that the file text ``data`` contains. ValueError or PlanError if damaged."""
     row = read_record(kind, parse_json(data.decode()), "row", noun="a row", version=_VERSION)
     if isinstance(row, Partition):
         return replace(row, user=row.user if "@" in row.user else user_name(uid), lease=None)
@@ -102,12 +102,12 @@ def read_row(kind: type[Row], data: bytes, uid: int) -> Row:
 
 
 def row_data(row: Lease | Partition) -> bytes:
-    """Return the contents of the file of a lease or partition, which :func:`read_row` can read."""
+    """Return a lease or a partition as the bytes of its file, from which :func:`read_row` reads it."""
     return json.dumps(write_record(row, version=_VERSION)).encode()
 
 
 def write(folder: PoolFolder, stored: Stored[Lease] | Stored[Partition]) -> None:
-    """Write a lease or a partition to its file; PlanError if a value is not allowed, such as a long name."""
+    """Write a lease or a partition to its file. Raises PlanError if a value, such as a long name, is illegal."""
     row: Any = stored.row
     is_partition = isinstance(row, Partition)
     data = row_data(replace(row, lease=None) if is_partition else row)
@@ -120,18 +120,18 @@ def write(folder: PoolFolder, stored: Stored[Lease] | Stored[Partition]) -> None
 
 
 def end_lease(folder: PoolFolder, key: str) -> None:
-    """Remove the files of a lease of this user, and the file of the lease's temporary partition."""
+    """End this user's lease with the key ``key``: remove its files, and the file of its temporary partition."""
     for kind in (*_KINDS.values(), LOCK):
         folder.remove(kind, key)
 
 
 def remove_partition(folder: PoolFolder, stored: Stored[Partition]) -> None:
-    """Remove the file of the partition ``stored``."""
+    """Remove the file of the partition ``stored`` from the pool's folder."""
     folder.remove(_KINDS[Partition], stored.key)
 
 
 def clear(folder: PoolFolder, contents: Contents) -> None:
-    """Remove the files that this user's ended jobs have left. The caller has locked the folder."""
+    """Remove the files that this user's ended jobs left in the locked folder of the pool."""
     leases = [stored.key for stored in contents.leases]
     partitions = [stored.key for stored in contents.partitions]
     folder.remove_own({_KINDS[Lease]: leases, LOCK: leases, _KINDS[Partition]: partitions})

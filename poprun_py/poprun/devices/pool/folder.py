@@ -1,4 +1,4 @@
-"""The files of a pool's folder: opened, read, made and locked safely, although every user can write in the folder.
+"""Safe access to the files in the folder of a pool: any user can write files there, so no file is trusted.
 
 Another user may have made any file in the folder. Therefore a file is opened relative to the open folder, symbolic
 links are not followed, and a pipe does not block. Only a regular file with one name is accepted. A file is written
@@ -34,19 +34,19 @@ _MODE: Final = 0o644  # everybody who may look into the folder reads its files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFile:
-    """The contents and the owner of a file of the folder at the time when the file was read."""
+    """The contents and the owner of a file in the pool's folder, when the file was read."""
 
     uid: int
     data: bytes
 
     @property
     def is_own(self) -> bool:
-        """Whether this process may change or remove the file: as the file's owner or as root."""
+        """Whether this process may change or remove the file, because it belongs to this user or this is root."""
         return os.geteuid() in (0, self.uid)
 
 
 class PoolFolder:
-    """The open folder of a pool. Methods raise PoolError if the system refuses; ``path`` is only for messages."""
+    """The open folder of a machine's pool. Methods raise PoolError if the system refuses an operation."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class PoolFolder:
 
     @contextmanager
     def alone(self, busy_seconds: float) -> Iterator[None]:
-        """Lock the folder for the length of a block, so that no other process changes the pool."""
+        """A context in which this process has locked the pool's folder, so no other process changes it."""
         if not _lock(self._descriptor, busy_seconds):
             raise PoolError(f"pool {self.path}: others have kept it locked for {busy_seconds:g} s: try again")
         try:
@@ -63,7 +63,7 @@ class PoolFolder:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def keys(self, *kinds: str) -> list[tuple[str, str]]:
-        """Return the kind and the key of every file whose kind is in ``kinds``, sorted."""
+        """Return the kind and the key in the name of each file whose kind is in ``kinds``, sorted."""
         found = []
         with self._errors(), os.scandir(self._descriptor) as entries:
             for number, entry in enumerate(entries):
@@ -77,7 +77,7 @@ class PoolFolder:
         return sorted(found)
 
     def read(self, kind: str, key: str) -> PoolFile | None:
-        """Read the file with this kind and key; return None if there is no such file."""
+        """Return the contents of the file ``kind-key`` in the pool's folder; None if there is no such file."""
         with self._opened(kind, key) as (descriptor, uid):
             if descriptor is None:
                 return None
@@ -88,7 +88,7 @@ class PoolFolder:
         return PoolFile(uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
-        """Write a file atomically; for root, ``uid`` becomes the owner. ``is_lasting`` data survive a crash."""
+        """Write the file ``kind-key`` atomically, owned by ``uid`` if root; ``is_lasting`` survives a crash."""
         if len(data) > MAX_FILE_BYTES:
             raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
         new = f"{_NEW}-{secrets.token_hex(16)}"
@@ -109,12 +109,12 @@ class PoolFolder:
                 os.close(descriptor)
 
     def remove(self, kind: str, key: str) -> None:
-        """Remove the file with this kind and key, if there is such a file."""
+        """Remove the file ``kind-key`` from the pool's folder, if there is such a file."""
         with self._errors():
             self._unlink(f"{kind}-{key}")
 
     def make_lock(self, kind: str, key: str, data: bytes = b"") -> int:
-        """Make and lock a file, and return its descriptor. The lock ends when all its copies are closed."""
+        """Make and lock the file ``kind-key``; return its descriptor, whose last close unlocks it."""
         with self._errors():
             descriptor = self._create(f"{kind}-{key}")
             try:
@@ -127,7 +127,7 @@ class PoolFolder:
         return descriptor
 
     def is_locked(self, kind: str, key: str, uid: int | None = None) -> bool | None:
-        """Return whether a process has locked a file; None if there is no such file of the user ``uid``."""
+        """Return whether a process has locked the file ``kind-key``; None if there is no such file."""
         # A process that can only read the file can also try to lock the file.
         try:
             with self._opened(kind, key) as (descriptor, owner):
@@ -141,7 +141,7 @@ class PoolFolder:
         return False
 
     def remove_own(self, keeps: Mapping[str, Collection[str]]) -> None:
-        """Remove all files of this user of the kinds in ``keeps``, except files with a key in ``keeps[kind]``."""
+        """Remove this user's files, of each kind in ``keeps``, whose key is not in ``keeps[kind]``."""
         for kind, key in self.keys(_NEW, *keeps):
             if key not in keeps.get(kind, ()):
                 with suppress(OSError):
@@ -150,7 +150,7 @@ class PoolFolder:
                         self._unlink(f"{kind}-{key}")
 
     def damage(self, kind: str, key: str, uid: int, how: str) -> PoolError:
-        """Return the error that reports a damaged file of the user ``uid``; ``how`` is the damage in words."""
+        """Return the PoolError for a damaged file of the user ``uid``; ``how`` says what is wrong with it."""
         file = f"{self.path}/{kind}-{key}"
         return PoolError(
             f"pool {self.path}: {kind}-{key} is not as poprun writes it ({how}), and was left as it is. It "
@@ -159,7 +159,7 @@ class PoolFolder:
 
     @contextmanager
     def _opened(self, kind: str, key: str) -> Iterator[tuple[int | None, int]]:
-        """Open a file for the length of a block; yield its descriptor (None if there is no file) and its owner."""
+        """A context with the descriptor (None if there is no such file) and owner of a file, open to read."""
         name = f"{kind}-{key}"
         with self._errors():
             try:
@@ -201,13 +201,13 @@ class PoolFolder:
 
 @contextmanager
 def opened_folder(path: str, *, makes: bool) -> Iterator[PoolFolder]:
-    """Open the folder of the pool at ``path`` for the length of a block, as `place.opened_place` does."""
+    """A context with the open folder of the pool at ``path``, after the checks of `place.opened_place`."""
     with opened_place(path, makes=makes) as descriptor:
         yield PoolFolder(path, descriptor)
 
 
 def _lock(descriptor: int, patience_seconds: float) -> bool:
-    """Try to lock a folder for at most ``patience_seconds``; return whether this process has the lock."""
+    """Lock an open folder, waiting at most ``patience_seconds``; return whether this process now has the lock."""
     deadline, pause_seconds = time.monotonic() + patience_seconds, _SHORTEST_PAUSE_SECONDS
     while True:
         try:

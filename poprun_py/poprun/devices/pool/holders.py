@@ -1,4 +1,4 @@
-"""The processes that hold leases, and the check whether these processes still live.
+"""The processes whose jobs hold leases on devices, and the check whether these jobs still run.
 
 Each lease has a file that poprun and its agents keep locked with flock(2). The kernel removes the lock when the
 last of these processes has ended. The lock also works between users and containers, where process ids do not help.
@@ -16,7 +16,7 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def this_process(words: str) -> Holder:
-    """Return this process as the holder of a lease; ``words`` is its command line."""
+    """Return this process as the holder of a lease on devices; ``words`` is its command line."""
     key = key_of(os.getpid())
     return Holder(
         pid=os.getpid(),
@@ -30,7 +30,7 @@ def this_process(words: str) -> Holder:
 
 @cache
 def boot_id() -> str:
-    """Return the boot id of the kernel (random(4)); an empty text if the kernel has no boot id."""
+    """Return the kernel's boot id, which changes with each boot (random(4)); "" if the kernel has none."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -40,7 +40,7 @@ def boot_id() -> str:
 
 @cache
 def pid_namespace() -> str:
-    """Return the name of this process's pid namespace, such as ``pid:[4026531836]``; an empty text if unknown."""
+    """Return the name of this process's pid namespace, such as ``pid:[4026531836]``; "" if it is unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -48,7 +48,7 @@ def pid_namespace() -> str:
 
 
 def is_alive(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
-    """Return whether the job of ``holder`` runs; ``is_locked`` returns None if the lease's file is gone."""
+    """Return whether the job of ``holder`` runs; ``is_locked`` returns None if the lease has no file."""
     if holder.client_key is not None:
         return True
     if holder.boot_id != boot_id():
@@ -58,12 +58,12 @@ def is_alive(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
 
 
 def is_here(holder: Holder) -> bool:
-    """Return whether a holder has this machine's boot id and this process's pid namespace."""
+    """Return whether the process ``holder`` runs under this kernel and in this process's pid namespace."""
     return holder.boot_id == boot_id() and holder.pid_namespace == pid_namespace()
 
 
 def _is_process_alive(holder: Holder) -> bool:
-    """Return whether the holder's process lives; True for another pid namespace, because it cannot be seen."""
+    """Return whether the process ``holder`` lives; True if another pid namespace hides it."""
     if not is_here(holder):
         return True
     try:

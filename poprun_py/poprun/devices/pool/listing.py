@@ -1,4 +1,4 @@
-"""The contents of a pool as rows, which are printed as a table or as JSON. Pure."""
+"""The contents of a pool (leases, partitions, virtual IPUs) as rows of a table or of JSON. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ _GAP: Final = "   "
 
 
 def partition_rows(state: PoolState) -> list[Row]:
-    """Return a row for each partition in the pool."""
+    """Return a dict for each partition in the pool, to print as a row of a table or as JSON."""
     return [partition_row(partition, state) for partition in state.partitions]
 
 
 def partition_row(partition: Partition, state: PoolState) -> Row:
-    """Return the row of one partition: its IPUs, and the job that uses the partition."""
+    """Return a dict that describes ``partition``: size, IPUs, user, and the job that uses it."""
     lease = state.lease(partition.lease)
     return {
         "partition": partition.name,
@@ -41,7 +41,7 @@ def partition_row(partition: Partition, state: PoolState) -> Row:
 
 
 def ipu_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """Return a row for each virtual IPU of the cluster, and then for each other IPU that is in use."""
+    """Return a dict for each virtual IPU of ``cluster``, then for each other IPU in use, with who uses it."""
     partitions = {name: partition.name for partition in state.partitions for name in partition.ipus}
     leases = {name: lease for lease in state.leases for name in lease.ipus}
     known = {ipu.name: ipu for ipu in cluster.ipus}
@@ -62,7 +62,7 @@ def ipu_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 
 def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """Return a list of one row, which describes the cluster."""
+    """Return a list with one dict, which describes ``cluster``: its size, free IPUs, memory and hosts."""
     return [
         {
             "cluster": cluster.name,
@@ -78,7 +78,7 @@ def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 
 def allocation_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """Return a row for the whole cluster, and then a row for each allocation of the cluster."""
+    """Return a dict for all virtual IPUs of ``cluster``, then for each of its named parts (allocations)."""
     parts = {ALL: _whole(cluster), **cluster.allocations}
     return [
         {
@@ -93,7 +93,7 @@ def allocation_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 
 def render_rows(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Return ``rows`` as the text of a table with ``columns``; an unknown value is printed as a dash."""
+    """Return ``rows`` as the text of a table with ``columns``, in which unknown values are dashes."""
     titles = {"ilds": "ILDs", "ild": "ILD", "ild_size": "ILD size", "ipus": "IPUs", "ipu": "IPU"}
     header = [titles.get(name, name.replace("_", " ").capitalize()) for name in columns]
     cells = [["-" if row[name] in (None, "") else visible(str(row[name])) for name in columns] for row in rows]
@@ -122,7 +122,7 @@ def _num_free(cluster: Cluster, part: range, state: PoolState) -> int:
 
 
 def _whole(cluster: Cluster) -> range:
-    """Return the range of the IPUs' indices; it need not begin at 0, because a machine may be a part of a pod."""
+    """Return the range of the indices of all virtual IPUs; a machine's part of a pod does not begin at 0."""
     return range(cluster.ipus[0].index, cluster.ipus[-1].index + 1) if cluster.ipus else range(0)
 
 

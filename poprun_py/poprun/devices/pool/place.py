@@ -1,4 +1,4 @@
-"""The folder of a machine's pool: it is found or made, and checked before any file in the folder is used.
+"""The place of a machine's pool: its folder is made or found, and checked before a file in it is used.
 
 The default folder outlives a reboot and is on a local disk. Every user may write in the folder, because there is
 no daemon. The sticky bit protects each user's files from all users but root and the folder's owner. The open
@@ -34,13 +34,13 @@ _OTHERS_WRITE: Final = 0o022
 
 
 def pool_folder(named: str | None) -> str:
-    """Return the absolute path of the pool ``named``, or of the machine's default pool if no name is given."""
+    """Return the absolute path of the pool's folder ``named``; of the machine's default folder if None."""
     return os.path.abspath(named or DEFAULT_POOL)
 
 
 @contextmanager
 def opened_place(path: str, *, makes: bool) -> Iterator[int]:
-    """Open and check the pool's folder ``path`` for the length of a block; PoolError if it cannot be trusted."""
+    """A context with the descriptor of the pool's folder ``path``; PoolError if the folder is not safe."""
     if makes:
         _make(path)
     try:
@@ -63,7 +63,7 @@ def opened_place(path: str, *, makes: bool) -> Iterator[int]:
 
 
 def _make(path: str) -> None:
-    """Make the folder ``path`` with the permissions of the folder above, unless ``path`` exists."""
+    """Make the pool's folder ``path``, unless it exists, with the permissions of its parent folder."""
     if os.path.lexists(path):
         return
     above = os.path.dirname(path)
@@ -115,7 +115,7 @@ def _check(path: str, descriptor: int, *, makes: bool) -> None:
 
 
 def file_system_of(path: str, mounts: Iterable[str]) -> str:
-    """Return the type of the file system of ``path``, given lines of /proc/self/mountinfo; empty if unknown."""
+    """Return the type of the file system of ``path``, given lines of /proc/self/mountinfo; "" if unknown."""
     # If two mounts have the same mount point, the later mount counts: proc_pid_mountinfo(5).
     best, found = "", ""
     for line in mounts:

@@ -1,4 +1,4 @@
-"""The pool as other packages use it. Each method is one transaction; a job that waits does not lock the pool."""
+"""The pool of a machine, which records leases on virtual IPUs. Each method is one transaction."""
 
 import os
 import secrets
@@ -32,24 +32,24 @@ _NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """The lease of a server's client, or the client's place in the queue, which only the server can end."""
+    """A lease of a server's client, or the client's place in the queue. Only the server can end it."""
 
     id: int
     key: str  # the key in the names of the lease's files in the pool
     ipus: tuple[str, ...] = ()  # names of the lease's IPUs, in slot order; empty while the job waits
 
     def close(self) -> None:
-        """Do nothing, because this process has no open file of the lease."""
+        """Do nothing, because the lease of a server's client has no open file in this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTicket(Ticket):
-    """A lease of this process, or a place in the queue, which exists while a process has a locked file open."""
+    """A lease of this process's job, or its place in the queue, kept by an open locked file."""
 
     descriptor: int  # the locked file: the lease exists as long as a process has this file open
 
     def close(self) -> None:
-        """Close the locked file. The lease ends when no process has the file open any more."""
+        """Close the locked file of the lease, which ends when no process has the file open."""
         os.close(self.descriptor)
 
 
@@ -57,7 +57,7 @@ AnyTicket = TypeVar("AnyTicket", bound=Ticket)
 
 
 class Pool:
-    """The pool in the folder ``path``, which the first write makes. Raises PoolError if the folder is unusable."""
+    """The record of a machine's leases in the folder ``path``, made by the first write. PoolError if unusable."""
 
     def __init__(
         self, path: str, busy_seconds: float = BUSY_SECONDS, cluster: Callable[[], Cluster] = lambda: _NO_IPUS
@@ -67,7 +67,7 @@ class Pool:
         self.cluster = cluster  # finds the virtual IPUs that partitions are made of
 
     def state(self) -> PoolState:
-        """Return the leases of running jobs and the partitions in the pool; none if there is no pool yet."""
+        """Return all leases of running jobs and all partitions in the pool; none if its folder does not exist."""
         try:
             with opened_folder(self.path, makes=False) as folder:
                 return read_contents(folder).state
@@ -75,7 +75,7 @@ class Pool:
             return PoolState()
 
     def enqueue(self, holder: Holder, request: PoolRequest) -> LockedTicket:
-        """Put ``holder`` at the end of the queue. If no job waits and IPUs are free, grant ``request`` at once."""
+        """Put a job into the queue for IPUs; grant ``request`` now if no job is before it and IPUs are free."""
         key = secrets.token_hex(16)
         with self._writing() as (folder, contents):
             descriptor = folder.make_lock(LOCK, key)
@@ -87,18 +87,18 @@ class Pool:
         return LockedTicket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
     def enqueue_client(self, key: str, holder: Holder, request: PoolRequest) -> Ticket:
-        """Put a client of this server at the end of the queue, as `enqueue` does; the server ends the lease."""
+        """Put a client of this server into the queue, as `enqueue` does. Only the server ends the lease."""
         with self._writing() as (folder, contents):
             lease, ipus = _enqueued(folder, contents, key, holder, request)
         return Ticket(id=lease.id, key=key, ipus=ipus)
 
     def retry(self, ticket: AnyTicket, request: PoolRequest) -> AnyTicket:
-        """Grant ``request`` if ``ticket`` is now first in its queue and the IPUs are free; return the ticket."""
+        """Grant ``request`` if its job is now first in the queue and IPUs are free; return the new ticket."""
         with self._writing() as (folder, contents):
             return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
 
     def release(self, ticket: Ticket) -> None:
-        """Release the lease or the place in the queue, and remove the partition that was made for the lease."""
+        """Release a lease or a place in the queue, and remove the partition that was made for the lease."""
         # This needs no lock, because it removes only this user's own files.
         try:
             with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
@@ -115,7 +115,7 @@ class Pool:
         cluster: str | None = None,
         user: str | None = None,
     ) -> Partition:
-        """Make a partition of ``size`` free IPUs for the client ``user``, or if None, for this process's user.
+        """Make a partition (a named set) of ``size`` free IPUs for ``user``; None: this process's user.
 
         Raises PartitionError or PlanError if the request is wrong, IpusTakenError if too few IPUs are free.
         """
@@ -144,12 +144,12 @@ class Pool:
             return _give_ipus(folder, stored, chosen)
 
     def remove_partition(self, name: str) -> None:
-        """Remove the partition ``name``, which this user owns and no job uses."""
+        """Remove the partition ``name``. Raises an error if a job uses it or it is another user's."""
         with self._writing() as (folder, contents):
             remove_partition(folder, _unused(contents, name))
 
     def reset_partition(self, name: str) -> Partition:
-        """Choose other IPUs for a partition that no job uses; IpusTakenError if too few other IPUs are free."""
+        """Choose the IPUs of an unused partition anew. Raises IpusTakenError if too few IPUs are free."""
         ours = self.cluster()
         with self._writing() as (folder, contents):
             stored = _unused(contents, name)
@@ -164,7 +164,7 @@ class Pool:
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[PoolFolder, Contents]]:
-        """Lock the pool's folder for the length of a block; yield the folder and its contents."""
+        """A context with the locked folder of the pool and its contents, in which the pool can be changed."""
         with opened_folder(self.path, makes=True) as folder, folder.alone(self.busy_seconds):
             contents = read_contents(folder)
             clear(folder, contents)
@@ -174,7 +174,7 @@ class Pool:
 def _enqueued(
     folder: PoolFolder, contents: Contents, key: str, holder: Holder, request: PoolRequest
 ) -> tuple[Lease, tuple[str, ...]]:
-    """Write a lease at the end of the queue; return the lease and the names of the IPUs granted at once."""
+    """Write a new lease, last in its queue; return the lease, and the names of the IPUs it gets at once."""
     lease = Lease(
         id=contents.next_number,
         holder=holder,
@@ -201,7 +201,7 @@ def _own(contents: Contents, key: str) -> Stored[Lease]:
 
 
 def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], request: PoolRequest) -> tuple[str, ...]:
-    """Grant ``request`` to a lease if possible; return the names of the IPUs, none if the lease has to wait."""
+    """Grant ``request`` if its lease is first in the queue; return the names of its IPUs, () if it must wait."""
     state, wanted = contents.state, request.partition
     if any(other.id < stored.row.id for other in state.waiting(request.queue)):
         return ()
@@ -220,7 +220,7 @@ def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], reques
 def _partition_for(
     contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
 ) -> Stored[Partition]:
-    """Return the partition that a lease requests, if this user may change it; a new partition if none exists."""
+    """Return the partition that ``wanted`` names, new if there is none; PartitionError if not this user's."""
     if (found := contents.partition(wanted.name)) is not None:
         return _changeable(found)
     made = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
@@ -228,7 +228,7 @@ def _partition_for(
 
 
 def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> Stored[Partition]:
-    """Return a new partition without IPUs, which belongs to ``user``, or to this user if ``user`` is None."""
+    """Return a new partition without IPUs that belongs to ``user``, or to this user if ``user`` is None."""
     partition = Partition(
         name=name,
         ipus=(),
@@ -242,7 +242,7 @@ def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None
 
 
 def _give_ipus(folder: PoolFolder, stored: Stored[Partition], ipus: Sequence[VirtualIpu]) -> Partition:
-    """Replace the IPUs of a partition, write the partition to the pool, and return the partition."""
+    """Replace the IPUs of the partition ``stored`` by ``ipus``, write its file, and return the partition."""
     num_domains = len({ipu.domain for ipu in ipus})
     partition = replace(stored.row, ipus=_in_order(ipus), num_domains=num_domains)
     write(folder, replace(stored, row=partition))
@@ -250,12 +250,12 @@ def _give_ipus(folder: PoolFolder, stored: Stored[Partition], ipus: Sequence[Vir
 
 
 def _in_order(ipus: Sequence[VirtualIpu]) -> tuple[str, ...]:
-    """Return the names of ``ipus``, sorted by the index of the IPU."""
+    """Return the names of the virtual IPUs ``ipus``, sorted by their indices."""
     return tuple(ipu.name for ipu in sorted(ipus, key=lambda ipu: (ipu.index, ipu.name)))
 
 
 def _changeable(stored: Stored[Partition]) -> Stored[Partition]:
-    """Return the partition; PartitionError unless this user owns the partition or is root."""
+    """Return the partition ``stored``. Raises PartitionError unless this user owns it or is root."""
     if os.geteuid() not in (0, stored.uid):
         owner, name = stored.row.user, stored.row.name
         raise PartitionError(
@@ -266,7 +266,7 @@ def _changeable(stored: Stored[Partition]) -> Stored[Partition]:
 
 
 def _unused(contents: Contents, name: str) -> Stored[Partition]:
-    """Return the partition ``name``; PartitionError or IpusTakenError if this user may not change it now."""
+    """Return the partition ``name``. PartitionError or IpusTakenError if this user may not change it now."""
     stored = contents.partition(name)
     if stored is None:
         known = ", ".join(other.row.name for other in contents.partitions)
@@ -286,7 +286,7 @@ _PATIENT_SECONDS: Final = 60.0  # after this time a waiting job reads the pool t
 
 
 def wait_for_turn(pool: Pool, ticket: Ticket, request: PoolRequest, timeout_seconds: float) -> None:
-    """Wait until ``Pool.retry`` of ``ticket`` may succeed, but at most ``timeout_seconds``."""
+    """Wait until the job of ``ticket`` is first in the queue and IPUs are free, or ``timeout_seconds`` pass."""
     # The pool is read again and again, because a job that was killed sends no message when its lease ends.
     began = time.monotonic()
     with opened_folder(pool.path, makes=True) as folder:

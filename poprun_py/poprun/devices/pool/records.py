@@ -1,4 +1,4 @@
-"""The contents of a pool as values: partitions, and leases with their holders. Pure.
+"""Leases on virtual IPUs, partitions, and the processes that hold leases, as values. Pure.
 
 Any user may have written a pool's file. Therefore the types of the fields limit the length of a text and the size
 of a number, and require printable names; `poprun.text.fields` checks these limits.
@@ -27,12 +27,12 @@ Ticks = Annotated[int, between(0, MAX_NUMBER)]
 LeaseNumber = Annotated[int, between(1, MAX_NUMBER)]
 EpochSeconds = Annotated[float, between(0, _LATEST_SECONDS)]
 Words = Annotated[str, lambda words: visible(words[:MAX_TEXT])]
-"""The command line of a process for listings: shortened, and without characters that cannot be printed."""
+"""The type of a process's command line in listings: shortened, and only of characters that can be printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """A job's lease on virtual IPUs or cores of one host, as poprun keeps and prints it."""
+    """A job's lease on virtual IPUs or cores of one host, as poprun stores and prints it."""
 
     host: str  # the host's name in the plan
     names: tuple[str, ...]  # names for users: GPU 0, cpu/3, core/3
@@ -46,7 +46,7 @@ class HeldLease:
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """Return names as text, with neighbours such as ``GPU 0`` and ``GPU 1`` folded into ``GPU 0-1``."""
+    """Return the devices ``names`` as one text; ``GPU 0`` and ``GPU 1`` become ``GPU 0-1``."""
     stems = {name.rstrip("0123456789") for name in names}
     numbers = [name[len(stem) :] for name in names for stem in stems]
     if len(stems) != 1 or not min(stems).endswith((" ", "/")) or not all(numbers):
@@ -61,7 +61,7 @@ REMOTE: Final = "remote"  # instead of a boot id: the process may run on any hos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that holds a lease, with the ids that distinguish this process from every other process."""
+    """A process that holds a lease on devices, with the ids that distinguish it from every other process."""
 
     pid: Pid  # process id in the process's own pid namespace
     start_ticks: Ticks  # start time of the process, in clock ticks since boot
@@ -72,7 +72,7 @@ class Holder:
 
     @property
     def client_key(self) -> str | None:
-        """The key of the lease if the holder is a client of a server; None if it is a process of this machine."""
+        """The key of the lease if a server's client holds it; None if a process of this machine holds it."""
         return self.pid_namespace if self.boot_id == REMOTE else None
 
     def __str__(self) -> str:
@@ -80,13 +80,13 @@ class Holder:
 
 
 def short_words(words: str) -> str:
-    """Return the beginning of a command line, with ``…`` if the rest is cut off."""
+    """Return the command line ``words``; if it is long, only its beginning, with ``…`` at the end."""
     return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A job's lease on virtual IPUs, or the job's place in the queue for virtual IPUs."""
+    """A job's lease (its right to use virtual IPUs), or its place in the queue for virtual IPUs."""
 
     id: LeaseNumber  # an earlier request has a smaller number
     holder: Holder
@@ -101,13 +101,13 @@ class Lease:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the job still waits and has no IPUs."""
+        """Whether the job still waits in the queue and has no virtual IPUs."""
         return not self.ipus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A named set of virtual IPUs, set aside together."""
+    """A named set of virtual IPUs that are set aside for jobs which ask for this name."""
 
     name: Name  # unique in the pool
     ipus: Names  # names of the IPUs, in slot order; their number is a power of two
@@ -121,13 +121,13 @@ class Partition:
 
     @property
     def size(self) -> int:
-        """Number of IPUs in the partition."""
+        """Number of virtual IPUs in the partition."""
         return len(self.ipus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """All partitions and leases in a pool at one moment."""
+    """All leases and partitions in a machine's pool at one moment."""
 
     partitions: tuple[Partition, ...] = ()
     leases: tuple[Lease, ...] = ()
@@ -139,7 +139,7 @@ class PoolState:
         return frozenset(in_partitions).union(*(lease.ipus for lease in self.leases))
 
     def partition(self, name: str) -> Partition | None:
-        """Return the partition ``name``; None if there is no such partition."""
+        """Return the partition called ``name``; None if there is no such partition."""
         return next((partition for partition in self.partitions if partition.name == name), None)
 
     def lease(self, number: int | None) -> Lease | None:

@@ -1,4 +1,4 @@
-"""Requests of jobs for virtual IPUs of a pool, and the text that explains why a request is refused. Pure."""
+"""The requests of jobs for virtual IPUs, and the text that explains why a request is refused. Pure."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ _MAX_HOSTS: Final = 1024
 
 _IPU: Final = "virtual IPU"
 _NOUNS: Final = {CORE: "core", GPU: "GPU"}
-"""The word for a device in clusters of these kinds; other clusters count virtual IPUs."""
+"""The name of a device in clusters of these kinds; in all other clusters a device is called a virtual IPU."""
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
-"""A function that chooses IPUs, given the names of IPUs in use; it returns nothing if too few IPUs are free."""
+"""A function that gets the names of all IPUs in use and returns the chosen free IPUs; () if too few are free."""
 
 
 IpuCount = Annotated[int, between(1, MAX_IPUS)]
@@ -34,7 +34,7 @@ def _check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRequest:
-    """The partition that a job requests: its name, its size, and whether poprun may change the partition."""
+    """The named set of IPUs (partition) that a job requests: name, size, and whether it may be changed."""
 
     name: Name
     size: IpuCount  # the size that fits the job, a power of two
@@ -43,7 +43,7 @@ class PartitionRequest:
     resets: bool | None = None  # whether the IPUs are chosen anew; None: only if some IPUs do not exist any more
 
     def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
-        """Return whether ``found`` needs other IPUs for the job; PartitionError if it must not be changed."""
+        """Return whether the partition ``found`` needs other IPUs; PartitionError if it must not be changed."""
         if found.size != self.size:
             if self.may_change:
                 return True
@@ -63,7 +63,7 @@ class PartitionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRequest:
-    """A job's request to one cluster: a number of IPUs outside of partitions, or a partition."""
+    """A job's request for virtual IPUs of one cluster: for a number of IPUs, or for a partition."""
 
     num_ipus: int  # number of IPUs that the job uses; a partition may have more IPUs
     choose: Choose  # chooses the IPUs for the job or for a new partition
@@ -75,11 +75,11 @@ class PoolRequest:
 
     @property
     def queue(self) -> str:
-        """Name of the queue in which the request waits: each partition has a queue of its own."""
+        """Name of the queue in which the request waits. Each partition has its own queue."""
         return self.queue_name if self.partition is None else self.partition.name
 
     def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
-        """Return the names of the IPUs that this request gets now (none: wait), and the newly chosen IPUs."""
+        """Return the names of the IPUs that the job gets now, () to wait, and the IPUs newly chosen."""
         wanted, kept = self.partition, frozenset[str]()
         if wanted is not None and (found := state.partition(wanted.name)) is not None:
             if found.lease is not None:
@@ -93,7 +93,7 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpuRequest:
-    """A job's request for virtual IPUs before the cluster is known, as a message that can be sent to a server."""
+    """A job's request for virtual IPUs before the cluster is known, which can be sent to a server."""
 
     num_ipus: IpuCount
     num_domains: IpuCount = 1  # number of IPU-Link domains, if the cluster has several; each has equally many IPUs
@@ -103,7 +103,7 @@ class IpuRequest:
     partition: PartitionRequest | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
-        """Raise PlanError if ``cluster`` has too few IPUs, in use or not; ``where`` ends the error's sentence."""
+        """Raise PlanError, ending with ``where``, if ``cluster`` has fewer IPUs than the job, used or free."""
         check_names(cluster, self.allocation)
         num_there = len(cluster.part(self.allocation))
         if not cluster.is_open and self.num_ipus > num_there:
@@ -112,7 +112,7 @@ class IpuRequest:
             raise PlanError(f"the job needs {needed}, and {whole} has {num_there}{where}")
 
     def of(self, cluster: Cluster) -> PoolRequest:
-        """Return this request as a request to ``cluster``; PartitionError if the IPUs do not divide over hosts."""
+        """Return this request for ``cluster``. Raises PartitionError if the IPUs do not divide over its hosts."""
         num_chosen = self.partition.size if self.partition else self.num_ipus
         pick: Choose = cluster.pick(num_chosen, self.allocation, self.num_domains)
         if cluster.hosts and self.hosts:
@@ -128,7 +128,7 @@ class IpuRequest:
         )
 
     def _on_hosts(self, cluster: Cluster, num_ipus: int) -> Choose:
-        """Return a function that chooses ``num_ipus`` IPUs, equally many on each host of the request."""
+        """Return a function that chooses ``num_ipus`` free IPUs, the same number on each requested host."""
         hosts = self.hosts
         check_hosts_of(cluster, hosts)
         if num_ipus % len(hosts):
@@ -161,7 +161,7 @@ def refusal(  # noqa: PLR0913 - the text needs every one of these facts
     advises: bool = True,
     place: str = "on this machine",
 ) -> str:
-    """Return the text that explains why a job, whose lease has the number ``own``, gets no IPUs now."""
+    """Return the text why the job of the lease ``own`` gets no virtual IPUs now: who uses them or waits first."""
     if request.partition is not None and (found := state.partition(request.partition.name)) is not None:
         reason = f"partition {found.name} is in use"
         lease = state.lease(found.lease)

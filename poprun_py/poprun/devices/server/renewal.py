@@ -27,7 +27,7 @@ _PATIENCE = 4  # the server may take this part of a lease's duration to answer: 
 
 
 class LeaseRenewal:
-    """The renewal of one lease until the job is over; ``job`` is the first line of standard input."""
+    """The repeated renewal of one lease at a server until the job is over; ``job`` describes the lease."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._lease_seconds = float(job["lease_seconds"])
@@ -41,7 +41,7 @@ class LeaseRenewal:
         self._is_lost = False
 
     def keep(self) -> None:
-        """Renew the lease until the job is over, and then end the lease at the server."""
+        """Renew the lease at the server until the job is over, and then end the lease."""
         poll = select.poll()
         poll.register(_INPUT, select.POLLIN)
         while not poll.poll(self._pause_seconds * 1000):
@@ -57,7 +57,7 @@ class LeaseRenewal:
             call_server(self._server, "end-lease", self._key)
 
     def _renew(self) -> bool:
-        """Renew the lease once; return False if the lease has ended at the server."""
+        """Renew the lease at the server once. Return False if the lease has ended there."""
         try:
             call_server(self._server, "renew-lease", self._key)
         except LeaseEndedError as error:
@@ -80,7 +80,7 @@ class LeaseRenewal:
 
 
 def _first_line() -> bytes:
-    """Read only the first line of standard input, and leave the next line, which means that the job is over."""
+    """Read and return the first line of standard input only: `keep` waits for the next line."""
     line = b""
     while not line.endswith(b"\n"):
         letter = os.read(_INPUT, 1)
@@ -91,7 +91,7 @@ def _first_line() -> bytes:
 
 
 def main() -> None:
-    """Fork so that poprun is no longer the parent, and then renew the lease that the first line describes."""
+    """Fork, so that poprun is not the parent, and renew the lease that the first line of input describes."""
     if os.fork():
         os._exit(0)
     line = _first_line()

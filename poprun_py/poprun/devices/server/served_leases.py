@@ -1,4 +1,4 @@
-"""The leases of a server's clients. The server keeps each lease in its pool as long as the client renews it.
+"""The leases of a server's clients. A lease ends if its client does not renew it in time.
 
 A pool can find out whether a process of its own machine lives. Only the server can find out whether a client
 lives, so only the server ends leases of clients. Without a server these leases stay. A new one renews them once.
@@ -16,7 +16,7 @@ from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
 
 
 class Renewals:
-    """The times at which leases end unless their clients renew them."""
+    """The times at which the clients' leases end, unless the clients renew them."""
 
     def __init__(
         self, lease_seconds: float, poll_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -31,19 +31,19 @@ class Renewals:
         return key in self._ends
 
     def renew(self, key: str) -> None:
-        """Set the end of a new or existing lease to its whole duration from now."""
+        """Set the end of the lease ``key``, new or not, to a whole duration of leases from now."""
         self._ends[key] = self._clock() + self._lease_seconds
 
     def remove(self, key: str) -> None:
-        """Remove the lease ``key``, which has ended."""
+        """Remove the lease ``key``, because it has ended."""
         self._ends.pop(key, None)
 
     def keep_only(self, keys: Collection[str]) -> None:
-        """Drop the leases that are not in ``keys``, because another process has ended these leases."""
+        """Remove all leases that are not in ``keys``, because another process has ended them."""
         self._ends = {key: end for key, end in self._ends.items() if key in keys}
 
     def expired(self) -> list[str]:
-        """Return the leases that were not renewed in time; a pause of this process extends every lease first."""
+        """Return the keys of leases that were not renewed in time. If this process was stopped, allow more."""
         now = self._clock()
         gap = now - self._polled_at - self._poll_seconds
         self._polled_at = now
@@ -60,7 +60,7 @@ _LEAST_TRIES: Final = 4  # a waiting client sends at least so many requests with
 
 
 class ClientLeases:
-    """The leases of the clients of one server. Methods may be called from any thread, and run one at a time."""
+    """The leases of the clients of one server. Threads may call the methods, which run one at a time."""
 
     def __init__(self, pool: Pool, lease_seconds: float, log: Callable[[str], None]) -> None:
         self._pool = pool
@@ -70,7 +70,7 @@ class ClientLeases:
         self._lock = threading.Lock()
 
     def adopt(self) -> int:
-        """Renew all leases of an earlier server's clients; return how many leases there are."""
+        """Renew all leases that an earlier server's clients have; return the number of these leases."""
         with self._lock:
             keys = _by_key(self._pool.state())
             for key in keys:
@@ -78,7 +78,7 @@ class ClientLeases:
         return len(keys)
 
     def request(self, request: LeaseRequest) -> LeaseAnswer:
-        """Put a client into the queue, or grant the request if the client is first; return the answer."""
+        """Grant a client's request for IPUs if its turn has come, otherwise queue it; return the answer."""
         with self._lock:
             state = self._pool.state()
             leases = _by_key(state)
@@ -101,12 +101,12 @@ class ClientLeases:
             self._renewals.renew(key)
 
     def end(self, key: str) -> None:
-        """End the lease ``key`` and release its IPUs, if there is such a lease."""
+        """End the lease ``key`` and release its IPUs; do nothing if there is no such lease."""
         with self._lock:
             self._end(key, "given back")
 
     def end_expired(self) -> None:
-        """End the leases that were not renewed in time, and forget leases that another process has ended."""
+        """End all leases that were not renewed in time, and forget those that others have ended."""
         with self._lock:
             self._renewals.keep_only(_by_key(self._pool.state()).keys())
             for key in self._renewals.expired():
@@ -115,7 +115,7 @@ class ClientLeases:
     def _enqueue_or_retry(
         self, request: LeaseRequest, lease: Lease | None, state: PoolState, num_clients: int
     ) -> LeaseAnswer:
-        """Put a new client into the queue, or retry the waiting lease of a known client; return the answer."""
+        """Queue a new client, or grant a waiting client's request if possible; return the answer."""
         cluster = self._pool.cluster()
         request.wanted.check(cluster)
         wanted = request.wanted.of(cluster)

@@ -1,4 +1,4 @@
-"""The HTTP server of `vipu serve`: it checks requests, carries out commands, and limits connections and times.
+"""The HTTP server of `vipu serve`: it checks requests, executes commands, and limits connections and times.
 
 The server counts a request's headers, reads the body up to a limit, and checks the proof of the token, the JSON
 and each field. A failed check is answered in one line. A connection lasts a bounded time. If connections are too
@@ -51,7 +51,7 @@ _NUM_THREADS: Final = 4
 
 
 def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any], Callable[[Any], object]]]:
-    """Return for each command the type of its message, and the function that executes and answers the command."""
+    """Return a dict: for each command of the server, the type of its message and the function to call."""
 
     def describe(_: Nothing) -> ServedPool:
         return ServedPool(
@@ -75,7 +75,7 @@ def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any
 
 
 def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
-    """Make the web application that answers clients who know ``token``, and ends leases that are not renewed."""
+    """Make the web application that serves leases to clients who know ``token``, and ends expired leases."""
     commands = commands_of(pool, leases)
     challenges = Challenges()
     threads: list[anyio.CapacityLimiter] = []
@@ -116,7 +116,7 @@ def make_app(pool: Pool, leases: ClientLeases, token: str) -> Starlette:
 
 
 async def _end_expired(leases: ClientLeases) -> None:
-    """End expired leases again and again; if the pool cannot be used for a while, try again later."""
+    """End expired leases once a second for ever; if the pool's folder cannot be used, try again later."""
     while True:
         with suppress(PoprunError):
             await to_thread.run_sync(leases.end_expired)
@@ -124,13 +124,13 @@ async def _end_expired(leases: ClientLeases) -> None:
 
 
 def _admit(challenges: Challenges, said: tuple[str, str, str, str], now_seconds: float) -> None:
-    """Check the proof in ``said`` (header, token, command and body); raise an HTTPException 401 if it is wrong."""
+    """Raise HTTPException 401 if ``said`` (header, token, command, body) has no valid proof of the token."""
     if not challenges.is_answered_by(*said, now_seconds):
         raise HTTPException(401, "this is not its token: copy the file that vipu serve named when it started")
 
 
 async def _body(request: Request) -> bytes:
-    """Read the body of a request and return it; HTTPException if the body is too long or has too many headers."""
+    """Read a request's body and return it. Raises HTTPException if it is too long or the headers are too many."""
     if len(request.headers) > MAX_HEADERS:
         raise HTTPException(431, f"more than {MAX_HEADERS} headers")
     body = b""
@@ -159,15 +159,15 @@ _PAUSE_SECONDS: Final = 60.0  # between two lines about what the system refuses
 
 
 class BoundedProtocol(H11Protocol):
-    """The protocol of one connection, which is closed after `CONNECTION_SECONDS` or if there are too many."""
+    """The HTTP protocol of one connection, which ends after `CONNECTION_SECONDS`, or if there are too many."""
 
     _unfinished: Final[dict["BoundedProtocol", None]] = {}
-    """Connections whose request has not arrived completely, the oldest first."""
+    """All connections whose request has not arrived completely, the oldest first."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """Start the connection's timer; if there are too many, close the oldest with an incomplete request."""
+        """Start the new connection's timer; if there are too many, close the oldest that is incomplete."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
@@ -175,13 +175,13 @@ class BoundedProtocol(H11Protocol):
         self._unfinished[self] = None
 
     def data_received(self, data: bytes) -> None:
-        """Pass ``data`` on, and note if the request has now arrived completely."""
+        """Pass ``data`` to the HTTP parser, and record when the whole request has arrived."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.more_body:  # type: ignore[redundant-expr] # None at first
             self._unfinished.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer that would close the connection."""
+        """Cancel the timer that would have closed the connection."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._unfinished.pop(self, None)
@@ -189,7 +189,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that ends with exit code 0 after SIGTERM or SIGINT; calls ``when_ready`` when it handles both."""
+    """A uvicorn server that ends with exit code 0 after SIGTERM or SIGINT; it calls ``when_ready`` first."""
 
     def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -202,7 +202,7 @@ class _Server(uvicorn.Server):
             listener.listen(_BACKLOG)  # uvicorn sets one number for this and for _ACCEPTED_AT_ONCE
 
     def _tell_rarely(self, _: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
-        """Print an error of the event loop, at most one a minute, so that clients cannot fill the disk."""
+        """Print an error of the event loop, at most one per minute, so that clients cannot fill the disk."""
         if time.monotonic() >= self._quiet_until_seconds:
             self._quiet_until_seconds = time.monotonic() + _PAUSE_SECONDS
             print(f"vipu: {about['message']}: {about.get('exception', '')}", file=sys.stderr)  # noqa: T201 - a log
@@ -218,7 +218,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at ``host`` and ``port``; port 0 means any free port."""
+    """Return a listening socket at ``host`` and ``port`` (0: any free port). Raises ServerError if impossible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -236,12 +236,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Return whether only this machine can connect to the socket ``listener``."""
+    """Return whether only processes of this machine can connect to the socket ``listener``."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def serve(app: Starlette, listener: socket.socket, when_ready: Callable[[], None]) -> None:
-    """Serve ``app`` until SIGTERM or Ctrl-C; call ``when_ready`` when these signals are handled."""
+    """Serve ``app`` until SIGTERM or SIGINT; call ``when_ready`` once both signals are handled."""
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,

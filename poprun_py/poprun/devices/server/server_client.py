@@ -1,4 +1,4 @@
-"""The client of a server of virtual IPUs: the token that both share, and all commands to the server."""
+"""The client of a server of virtual IPUs: all its commands, and the secret token that both sides know."""
 
 import os
 import secrets
@@ -35,14 +35,14 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 def token_file(environ: Mapping[str, str]) -> str:
-    """Return the path of the token's file: the value of `TOKEN_VARIABLE`, or a path in the user's settings."""
+    """Return the path of the file with the server's token: `TOKEN_VARIABLE`, else in the user's settings."""
     named = environ.get(TOKEN_VARIABLE)
     settings = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return os.path.abspath(named or os.path.join(settings, "poprun", "vipu-token"))
 
 
 def read_token(file: str) -> str:
-    """Return the token in ``file``; ServerError if another user owns the file or may read it."""
+    """Return the server's token in ``file``. Raises ServerError if another user owns it or can read it."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as opened:
@@ -67,7 +67,7 @@ def read_token(file: str) -> str:
 
 
 def make_token(file: str) -> bool:
-    """Make a token in ``file``, readable only by this user; return False if ``file`` exists already."""
+    """Make a random token in ``file``, readable only by this user. Return False if ``file`` exists."""
     if os.path.lexists(file):
         return False
     unfinished = f".vipu-token-{secrets.token_hex(_TOKEN_BYTES)}"
@@ -87,14 +87,14 @@ def make_token(file: str) -> bool:
 
 
 class RemotePool:
-    """The pool of a server, used by ``client`` (``user@host``). Methods raise the same errors as a local pool."""
+    """A server's record of leases on virtual IPUs, used by ``client`` (user@host). Errors are as in `Pool`."""
 
     def __init__(self, server: ServerAddress, client: str) -> None:
         self.server = server
         self._client = client
 
     def served(self) -> ServedPool:
-        """Return the server's description of its pool: cluster, state, and duration of leases."""
+        """Return the server's virtual IPUs, its partitions and leases, and the duration of leases."""
         return self._call("pool", Nothing(), ServedPool)
 
     def cluster(self) -> Cluster:
@@ -102,11 +102,11 @@ class RemotePool:
         return self.served().cluster
 
     def state(self) -> PoolState:
-        """Return the partitions and leases that are in the pool now."""
+        """Return the partitions and leases that the server has now."""
         return self.served().state
 
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:
-        """Make a partition called ``name`` of ``size`` free IPUs."""
+        """Make a partition, a set of ``size`` free IPUs called ``name``, and return it."""
         wanted = NewPartition(name=name, size=size, allocation=allocation, cluster=cluster, user=self._client)
         return self._call("create-partition", wanted, Partition)
 
@@ -115,18 +115,18 @@ class RemotePool:
         return self._call("reset-partition", PartitionName(name=name), Partition)
 
     def remove_partition(self, name: str) -> None:
-        """Remove the partition ``name``, which no job may be using."""
+        """Remove the partition ``name``. Raises an error if a job uses it."""
         self._call("remove-partition", PartitionName(name=name), Nothing)
 
     def request_lease(self, request: LeaseRequest) -> LeaseAnswer:
-        """Send a request for IPUs; return the lease's IPUs, or none while the request waits in the queue.
+        """Send a request for IPUs to the server; return the granted IPUs, or how long to wait.
 
         Another request with the same key is about the same lease.
         """
         return self._call("take-lease", request, LeaseAnswer)
 
     def end_lease(self, key: str) -> None:
-        """End the lease with this key, and release its IPUs. No error if the lease has ended already."""
+        """End the lease ``key`` at the server, which releases its IPUs; do nothing if it has ended."""
         self._call("end-lease", LeaseKey(key=key), Nothing)
 
     def _call(self, command: str, question: object, kind: type[Record]) -> Record:
@@ -140,7 +140,7 @@ class RemotePool:
 
 
 def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:
-    """Return the pool of the server at ``host`` and ``port``, with the token of the user of this process."""
+    """Return the pool of the server at ``host`` and ``port``, with the token of this process's user."""
     token = read_token(token_file(os.environ))
     server = ServerAddress(host=host, port=port, token=token, timeout_seconds=timeout_seconds)
     return RemotePool(server, f"{user_name(os.getuid())}@{socket.gethostname()}")

@@ -1,4 +1,4 @@
-"""The exchange with a server of virtual IPUs: a client sends one command and receives the answer.
+"""Communication with a server of virtual IPUs: a client sends one command and receives the answer.
 
 This module imports little, because the small process that renews a lease (`renewal`) imports it too.
 """
@@ -38,12 +38,12 @@ _KINDS: Final[Mapping[str, tuple[type[PoprunError], int]]] = {
     "pool": (PoolError, 503),
     "busy": (ServerLostError, 503),
 }
-"""The errors that a server can send, by name, each with the HTTP status of the answer."""
+"""The errors that a server can send, by the name in its answer, each with the answer's HTTP status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """The address of a server of virtual IPUs, with the server's token."""
+    """The address of a server of virtual IPUs, with the secret token that server and clients know."""
 
     host: str
     port: int
@@ -55,13 +55,13 @@ class ServerAddress:
 
 
 def describe_error(error: PoprunError) -> tuple[str, int]:
-    """Return the name by which an answer reports ``error``, and the HTTP status of the answer."""
+    """Return the name and the HTTP status with which the server reports ``error`` to a client."""
     known = ((kind, status) for kind, (raised, status) in _KINDS.items() if type(error) is raised)
     return next(known, ("plan", 400))
 
 
 def call_server(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
-    """Send ``command`` with ``values`` to a server and return the answer, or raise the error in the answer."""
+    """Send ``command`` with ``values`` to a server, and return its answer. Raises the error in the answer."""
     # After a ServerLostError another attempt may succeed; after any other ServerError no attempt can succeed.
     challenge = str(_answer_of(server, CHALLENGE, "{}", "")).partition("\n")[0]
     body = json.dumps(values)
@@ -69,7 +69,7 @@ def call_server(server: ServerAddress, command: str, values: Mapping[str, object
 
 
 def _answer_of(server: ServerAddress, command: str, body: str, proof: str) -> object:
-    """Send a command with its proof, and return the server's parsed answer, or raise the server's error."""
+    """Send a command with its proof to a server, and return its parsed answer. Raises the server's error."""
     status, version, text = _exchange(server, command, body, proof)
     if version != str(VERSION):
         version = visible(version[:20])
@@ -93,7 +93,7 @@ def _answer_of(server: ServerAddress, command: str, body: str, proof: str) -> ob
 
 
 def _exchange(server: ServerAddress, command: str, body: str, proof: str) -> tuple[int, str, bytes]:
-    """Send a command over HTTP; return the status, the version and the body of the server's answer."""
+    """Send a command over HTTP; return the answer's status, protocol version and body."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=server.timeout_seconds)
     headers = {"Authorization": proof, "Content-Type": "application/json", "Connection": "close"}
     try:

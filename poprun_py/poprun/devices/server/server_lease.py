@@ -1,4 +1,4 @@
-"""The lease of a job from a server of virtual IPUs: requested before the job starts, renewed while the job runs.
+"""The lease of a job from a server of virtual IPUs: requested before the start, renewed while the job runs.
 
 A server leases the GPUs or the cores of its own machine, or a pod. A pod's IPUs may be used on any host, unless
 the pod names hosts: then each host has its share of the IPUs. If a job with a pod's IPUs computes on GPUs, the job
@@ -54,14 +54,14 @@ _READ_BYTES: Final = 64
 
 
 def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
-    """Return ``facts`` with the devices of the job's server, and the server's pod; None if it has no pod."""
+    """Return ``facts`` with only the GPUs of the job's server, and the server's pod; None if it has no pod."""
     served = _pool_of(vipu).served()
     return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
 
 
 @contextmanager
 def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
-    """Hold a job's lease from its server for the length of a block; yield the job with the lease."""
+    """A context with ``job`` and its lease from the server, renewed until the end of the context."""
     # A job started by a program of another job runs on the other job's virtual IPUs, and needs no lease.
     plan, pool = job.plan, _pool_of(job.plan.vipu)
     served = pool.served()
@@ -99,7 +99,7 @@ def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
 
 
 class ServerClaim(Claim):
-    """A claim on the pool of a server; ``words`` is the job's command line, which listings show."""
+    """A job's claim on virtual IPUs of a server: a place in the queue, then a lease."""
 
     def __init__(self, pool: RemotePool, wanted: IpuRequest, words: str) -> None:
         super().__init__(None if wanted.partition is None else wanted.partition.name)
@@ -137,12 +137,12 @@ class ServerClaim(Claim):
         )
 
     def give_back(self) -> None:
-        """End the lease or the place in the queue; if the server cannot be reached, do nothing."""
+        """Give back the lease, or the place in the queue; do nothing if the server cannot be reached."""
         with suppress(PoprunError):
             self._pool.end_lease(self.request.key)
 
     def _request_again(self) -> LeaseAnswer:
-        """Send the request again; if the server cannot be reached, retry until its timeout has passed."""
+        """Send the request again; repeat until the server's timeout if it cannot be reached."""
         patience_seconds = self._pool.server.timeout_seconds
         deadline = time.monotonic() + patience_seconds
         is_logged = False
@@ -160,7 +160,7 @@ class ServerClaim(Claim):
 
 @contextmanager
 def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
-    """Start a process that renews a lease for the length of a block; yield the descriptor that keeps it running.
+    """A context in which a process renews a lease; its value is the descriptor that keeps the process running.
 
     If poprun and all agents here are killed, the process renews the lease for ``linger_seconds`` more.
     """
@@ -193,7 +193,7 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
 
 
 def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
-    """Return ``facts`` with only the server's GPUs; if the server leases a pod, return ``facts`` unchanged."""
+    """Return ``facts`` with only the GPUs that the server leases; unchanged if the server leases a pod."""
     cluster, taken = served.cluster, served.state.taken
     if cluster.kind == POD:
         return facts
@@ -205,7 +205,7 @@ def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
 
 
 def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
-    """Return the server's cluster of GPUs with the names and the order of ``gpus``, which this process sees."""
+    """Return the server's GPUs with the names and the order that ``gpus``, the GPUs of this process, have."""
     devices = {gpu.uuid or gpu.name: gpu.name for gpu in gpus}
     slots = {gpu.name: slot for slot, gpu in enumerate(gpus)}
     ipus = [replace(ipu, device=devices.get(ipu.name, "")) for ipu in cluster.ipus]
@@ -213,13 +213,13 @@ def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
-    """Raise PlanError if the server leases devices of its own machine, but the job runs on another machine."""
+    """Raise PlanError if the server leases devices of its own machine and the job runs on another machine."""
     if served.cluster.kind != POD and (len(plan.hosts) > 1 or served.boot_id != boot_id):
         raise _elsewhere(served.cluster, "cores" if served.cluster.kind == CPU else "GPUs")
 
 
 def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -> tuple[str, ...]:
-    """Return the job's hosts under the names that the cluster uses; none if the cluster names no hosts."""
+    """Return the job's hosts by the names that ``cluster`` uses; () if the cluster names no hosts."""
     here = [host for host in cluster.hosts if host in aliases]
     found = tuple(here[0] if host in aliases and here else host for host in hosts)
     check_hosts_of(cluster, found)
@@ -227,7 +227,7 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
 
 
 def given_ipus(granted: Granted, hosts: Sequence[str]) -> LeasedDevices:
-    """Return the devices and cores of a plan after the grant; ``hosts`` are hosts under the cluster's names."""
+    """Return the devices and cores that a job gets by a lease from a server; ``hosts`` are the job's hosts."""
     plan, cluster = granted.plan, granted.cluster
     if cluster.kind == GPU:
         in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in granted.names]
@@ -242,7 +242,7 @@ def given_ipus(granted: Granted, hosts: Sequence[str]) -> LeasedDevices:
 
 
 def _check_share(granted: Granted, host: str) -> None:
-    """Raise PartitionError if the granted IPUs of ``host`` are fewer than the job uses on this host."""
+    """Raise PartitionError if the granted IPUs on ``host`` are fewer than the job uses on this host."""
     count = sum(ipu.name in granted.names for ipu in share_of(granted.cluster, host))
     if count < (used := granted.plan.num_ipus_per_host):
         raise PartitionError(
@@ -252,7 +252,7 @@ def _check_share(granted: Granted, host: str) -> None:
 
 
 def _check_visible(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> None:
-    """Raise PlanError if a granted GPU is not on this machine, or the user's mask hides it."""
+    """Raise PlanError if one of the granted GPUs is not here, or a variable of the user hides it."""
     missing = [ipu.name for ipu in cluster.ipus if ipu.name in names and not ipu.device]
     if missing:
         mask = MAKERS[plan.maker].mask
@@ -274,7 +274,7 @@ def _pool_of(vipu: VipuSettings) -> RemotePool:
 
 
 def _held_above(state: PoolState) -> tuple[str, ...]:
-    """Return the IPUs of the job that started this process, which the new job can use; none if no job did."""
+    """Return the IPUs that the job which started this process has leased; () if no job started it."""
     above = {key_of(pid) for pid in ancestors(os.getpid())}
     here = f"@{socket.gethostname()}"
     return next(

@@ -1,4 +1,4 @@
-"""The messages between a server of virtual IPUs and its clients, as values. Pure.
+"""The messages between a server of virtual IPUs and its clients, as dataclasses. Pure.
 
 Messages are sent as JSON. Reading is strict: if a text is too long, a number is out of range, or a field is
 unknown, the error names the field.
@@ -39,17 +39,17 @@ def _check_size(wanted: IpuRequest) -> IpuRequest:
 
 
 Key = Annotated[str, _check_key]
-"""The random key of a lease, chosen by the client. Messages with the same key are about the same lease."""
+"""The random key that a client chooses for its lease. Messages with the same key are about the same lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nothing:
-    """A message without fields."""
+    """A message without fields, for commands that need no arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """A client's request for IPUs, with the client's process, user and host."""
+    """A client's request to the server for virtual IPUs, with the client's process, user and host."""
 
     key: Key
     pid: Pid
@@ -61,7 +61,7 @@ class LeaseRequest:
 
     @property
     def holder(self) -> Holder:
-        """The client as the holder of the lease, for the server's pool."""
+        """The client as the holder of the lease, as the server's pool records it."""
         return Holder(
             pid=self.pid,
             start_ticks=self.start_ticks,
@@ -74,7 +74,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAnswer:
-    """The server's answer to a :class:`LeaseRequest`: the lease's IPUs, or how long to wait."""
+    """The server's answer to a :class:`LeaseRequest`: the granted IPUs, or how long to wait."""
 
     id: LeaseNumber
     ipus: Names  # names of the lease's IPUs, in slot order; empty while the request waits
@@ -83,21 +83,21 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseKey:
-    """A message with the key of a lease, which the command renews or ends."""
+    """A message with the key of a lease, which the server shall renew or end."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionName:
-    """A message with the name of a partition, which the command resets or removes."""
+    """A message with the name of a partition, which the server shall reset or remove."""
 
     name: Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewPartition:
-    """A client's request to make a partition."""
+    """A client's request to make a partition, which is a named set of virtual IPUs."""
 
     name: Name
     size: IpuCount
@@ -108,7 +108,7 @@ class NewPartition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPool:
-    """The server's description of its pool: cluster, partitions, leases, and duration of leases."""
+    """The server's description of itself: virtual IPUs, partitions, leases, and the duration of leases."""
 
     boot_id: str  # boot id of the server's kernel: equal to the client's if both run on the same machine
     lease_seconds: float  # how long a lease lasts after a renewal

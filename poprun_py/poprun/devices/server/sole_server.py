@@ -1,4 +1,4 @@
-"""The lock that allows only one server for each pool."""
+"""The lock that allows only one server for each pool, the record of a machine's leases."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ _MAX_DIGITS: Final = 10
 
 @contextmanager
 def sole_server(pool: str) -> Iterator[None]:
-    """Be the only server of ``pool`` for the length of a block; PoolError if the pool has a server already."""
+    """A context in which this process is the only server of ``pool``. PoolError if there is a server already."""
     key = secrets.token_hex(16)
     with opened_folder(pool, makes=True) as folder:
         with folder.alone(BUSY_SECONDS):
@@ -37,7 +37,7 @@ def sole_server(pool: str) -> Iterator[None]:
 
 
 def is_served(pool: str) -> bool:
-    """Return whether a server serves the pool in the folder ``pool`` now."""
+    """Return whether a server now leases the devices of the pool in the folder ``pool``."""
     try:
         with opened_folder(pool, makes=False) as folder:
             return any(folder.is_locked(kind, key) for kind, key in folder.keys(_SERVER))

@@ -1,4 +1,4 @@
-"""The proof that a client of a server of virtual IPUs knows the server's token. The token itself is never sent.
+"""The proof that a client knows the secret token of a server of virtual IPUs. The token itself is never sent.
 
 The proof is an HMAC (RFC 2104) of the server's challenge and the client's request. The server accepts each
 challenge once, so that an eavesdropper cannot use a proof again.
@@ -9,13 +9,13 @@ import os
 from typing import Final
 
 CHALLENGE: Final = "challenge"
-"""The command with which a client asks for a challenge. This command needs no proof."""
+"""The command with which a client asks for a challenge, a random text. Only this command needs no proof."""
 
 _LONGEST_SECONDS: Final = 20.0
 
 
 def authorization(token: str, challenge: str, command: str, body: str) -> str:
-    """Return the HTTP header that proves the client's knowledge of ``token`` for one ``command`` and ``body``."""
+    """Return the HTTP header that proves that a client knows ``token``, for one ``command`` and ``body``."""
     return f"Vipu {challenge} {_mark_of(token, challenge, command, body)}"
 
 
@@ -24,19 +24,19 @@ def _mark_of(key: str, *texts: str) -> str:
 
 
 class Challenges:
-    """The challenges of one server, which stores only the challenges that clients have answered recently."""
+    """The challenges (random texts) of a server, which stores only the recently answered challenges."""
 
     def __init__(self) -> None:
         self._key = os.urandom(32).hex()
         self._answered: dict[str, float] = {}
 
     def make(self, now_seconds: float) -> str:
-        """Make a challenge, signed with this server's own key, and return it."""
+        """Return a new challenge, a random text that this server can recognize because it is signed."""
         text = f"{now_seconds:.3f}-{os.urandom(16).hex()}"
         return f"{text}-{_mark_of(self._key, text)}"
 
     def is_answered_by(self, header: str, token: str, command: str, body: str, now_seconds: float) -> bool:
-        """Return whether ``header`` is the right proof for a recent challenge that was not answered before."""
+        """Return whether ``header`` proves knowledge of ``token``, by a new and unused challenge."""
         challenge = header.removeprefix("Vipu ").partition(" ")[0]
         text, _, mark = challenge.rpartition("-")
         is_right = hmac.compare_digest(header.encode(), authorization(token, challenge, command, body).encode())
