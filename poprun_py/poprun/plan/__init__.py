@@ -1,1 +1,1 @@
-"""The planner: it makes a plan from a request and the facts of a machine. Pure."""
+"""The planner: it decides everything about a job before the start, from the options and the machine. Pure."""

@@ -1,7 +1,7 @@
-"""Advice about a plan: choices that the user may not intend, that do not fit the machine, or have no effect.
+"""Warnings and advice about a plan: choices that are slow, do not fit the machine, or have no effect. Pure.
 
-Pure: the functions get a plan and the facts of a machine, and return lines of text. A plan that was made here gets
-advice; a plan from a file is checked against this machine; unused options for an IPU system are listed.
+The functions get a plan and the facts of a machine, and return lines of text. A plan that was made here gets
+advice; a plan from a file is checked against this machine.
 """
 
 import math
@@ -39,7 +39,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Check that this machine has the GPUs and cores of the plan in ``source``; return why it will be slow."""
+    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``source``; return why it is slow."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
@@ -83,7 +83,7 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def _is_one_allocation(pod: str | None) -> bool:
-    """Whether the pod (None: this machine) has only one allocation; only a pod's YAML file can name several."""
+    """Whether ``pod`` (None: this machine) has one allocation only; only YAML files describe more."""
     if pod is None:
         return True
     from poprun.plan.pods import named_pod
@@ -92,7 +92,7 @@ def _is_one_allocation(pod: str | None) -> bool:
 
 
 def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
-    """Return advice on words for an MPI launcher that the launcher of this job cannot use."""
+    """Return a warning that the job's launcher cannot use the words ``left_out`` of an option for MPI."""
     words = shlex.join(left_out)
     if mpi is None:
         return f"{words}: left out, there is no MPI launcher that could be told; -x and --tag-output work without"
@@ -102,7 +102,7 @@ def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
 
 
 def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Yield advice on GPUs and cores that are too few, are shared, or are idle."""
+    """Yield advice if GPUs or cores are too few, are shared between instances, or are idle."""
     threads = plan.threads_per_replica or facts.num_user_threads
     if not plan.vipu.is_offline:
         yield from facts.gpu_problems
@@ -123,7 +123,7 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def check_gpus(plan: LaunchPlan, facts: MachineFacts) -> None:
-    """Check that the machine has enough GPUs. Raises PlanError if the job would silently compute on the CPU."""
+    """Raise PlanError if GPUs are here but too few, so that the job would silently compute on the CPU."""
     is_counted = plan.asks_server or plan.vipu.pod is not None or plan.vipu.ipus_per_host is not None
     if facts.gpus and not (plan.devices or plan.vipu.is_offline or is_counted):
         raise PlanError(f"{_too_few_gpus(plan, facts)}; --offline-mode computes on the CPU")
@@ -152,7 +152,7 @@ def _shared_gpus(plan: LaunchPlan) -> str:
 
 
 def _unlike_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Yield advice if the job's GPUs are of several kinds, because their kernels round differently."""
+    """Yield advice if the job's GPUs are of several models, because results then are not bitwise equal."""
     kinds = sorted({gpu.model for gpu in facts.gpus if gpu.name in plan.devices and gpu.model})
     if len(kinds) > 1:
         yield (
@@ -172,7 +172,7 @@ def _too_many_threads(plan: LaunchPlan, threads: int) -> str:
 
 
 def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
-    """Yield advice on the first binding that has fewer cores than its instances have threads."""
+    """Yield advice if instances are bound to fewer cores than they have threads."""
     for binding in plan.bindings:
         count, num_cores = len(binding.instances), len(binding.cores)
         if count * threads > num_cores:
@@ -186,7 +186,7 @@ def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Yield advice if replicas use some GPUs in turn although other free GPUs are idle."""
+    """Yield advice if an instance's replicas use GPUs in turn although other free GPUs are idle."""
     if plan.parallelism.is_shared:
         return
     num_usable = sum(gpu.is_free or gpu.name in plan.devices for gpu in facts.gpus)
@@ -197,7 +197,7 @@ def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
-    """Yield advice if replicas use some cores in turn although other cores are idle."""
+    """Yield advice if an instance's replicas use cores in turn although other cores are idle."""
     num_cores, busy = len(plan.cores), plan.num_instances_per_host * threads
     if not threads or busy >= num_cores or plan.parallelism.is_shared:
         return
@@ -210,7 +210,7 @@ def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _far_apart(plan: LaunchPlan) -> Iterator[str]:
-    """Yield advice if some replicas, or the shards of a layer, are on more hosts than is necessary."""
+    """Yield advice if instances of one replica, or shards of one layer, are spread over too many hosts."""
     num_local, sharing = plan.num_instances_per_host, plan.parallelism
     of_replica = sharing.instances_per_replica
     for what, size in (("shards of a layer", sharing.tensor), ("instances of a replica", of_replica)):
@@ -231,7 +231,7 @@ def _far_apart(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
-    """Return the largest legal number of instances with at most ``num_per_host`` per host; 0 if none is legal."""
+    """Return the largest legal number of instances, at most ``num_per_host`` per host; 0 if none is legal."""
     most, size = num_per_host * len(plan.hosts), plan.parallelism.instances_per_replica
     if size > 1:
         return most - most % math.lcm(size, len(plan.hosts))
@@ -241,7 +241,7 @@ def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:
-    """Return the advice to start ``better`` instances, which use ``used`` of ``total``, instead of ``busy``."""
+    """Return the advice to start ``better`` instances, which use ``used`` of ``total`` GPUs or cores."""
     replicas = f"the {plan.layout.num_local_replicas} replicas of each instance"
     gain = "all of them" if total.startswith(f"{used:,} ") else str(used)
     return f"{replicas} take turns on {busy} of {total}{_per_host(plan)}; --num-instances {better} uses {gain}"
@@ -252,5 +252,5 @@ def _per_host(plan: LaunchPlan) -> str:
 
 
 def named(noun: str, names: Collection[str]) -> str:
-    """Return ``noun`` in singular or plural with the names, such as ``GPU 0`` or ``GPUs 0, 1``."""
+    """Return the noun and the names as text, such as ``GPU 0`` or ``GPUs 0, 1``."""
     return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(names)}"

@@ -1,8 +1,8 @@
-"""Checks of a job against the virtual IPUs, and the number of IPU-Link domains that the job uses. Pure.
+"""Checks that a job fits the virtual IPUs, and the number of IPU-Link domains that the job uses. Pure.
 
-A job uses ``ipus_per_replica`` virtual IPUs for each replica. An instance is in one IPU-Link domain, because its
-IPUs exchange results. So each domain has at least one instance, and all domains have the same number. The error
-for a job that does not fit names numbers that fit.
+A job uses ``ipus_per_replica`` virtual IPUs for each replica. An instance is in one IPU-Link domain (IPUs with
+fast links), because its IPUs exchange results. So each domain has at least one instance, and all domains have the
+same number. The error for a job that does not fit names numbers that fit.
 """
 
 import math
@@ -17,7 +17,7 @@ from poprun.text.ranges import counted
 
 
 def check_counted(plan: LaunchPlan) -> None:
-    """Check that a host has enough virtual IPUs for its replicas, if ``--ipus-per-host`` gives their number."""
+    """Raise PlanError if ``--ipus-per-host`` is fewer virtual IPUs than the replicas on a host use."""
     there, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
     if there is not None and used > there:
         fitting = _what_fits(plan, there * len(plan.hosts), len(plan.hosts))
@@ -29,7 +29,7 @@ def check_counted(plan: LaunchPlan) -> None:
 
 
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
-    """Return how many IPU-Link domains the job uses: the asked number, or the number in ``pod``; None if unknown.
+    """Return how many IPU-Link domains (groups of linked IPUs) the job uses; None if nothing says how many.
 
     Raises PlanError if the job does not fit the domains.
     """
@@ -55,7 +55,7 @@ def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
 
 
 def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -> list[int]:
-    """Return the numbers of domains over which the job can be divided evenly; ``sizes`` are descending."""
+    """Return the numbers of IPU-Link domains of the given ``sizes`` over which the job divides evenly."""
     num_ipus = plan.num_replicas * plan.ipus_per_replica
     return [
         count
@@ -67,13 +67,13 @@ def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -
 
 
 def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
-    """Whether a domain of ``num_instances`` instances has whole replicas, or a replica has whole domains."""
+    """Whether ``num_instances`` instances per domain cut no replica or domain unevenly."""
     size = plan.parallelism.instances_per_replica
     return num_instances % size == 0 or size % num_instances == 0
 
 
 def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
-    """Check that the pod, or the allocation in it, has enough IPUs for all replicas, also on each host."""
+    """Raise PlanError if the pod, the named part of it, or a host of it has too few IPUs for the replicas."""
     allocation = allocation_of(pod, plan.vipu)
     there = pod.part(allocation)
     name = f"allocation {allocation} of {pod.name}" if allocation else pod.name
@@ -94,7 +94,7 @@ def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
 
 
 def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> None:
-    """Check that the virtual IPUs of one instance fit into one IPU-Link domain."""
+    """Raise PlanError if the virtual IPUs of one instance do not fit into one IPU-Link domain."""
     if plan.num_devices_per_instance > sizes[0]:
         what = "an instance's part of a replica" if plan.parallelism.is_shared else "a replica"
         raise PlanError(
@@ -113,7 +113,7 @@ def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> Non
 
 
 def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> PlanError:
-    """Return the error for instances that cannot be divided evenly over ``domains``, with the nearest numbers."""
+    """Return the error that instances do not divide evenly over ``domains``, with the nearest numbers that do."""
     fitting = [count for count in _legal_instances(plan) if fits(count)]
     nearest = sorted(sorted(fitting, key=lambda count: abs(count - plan.num_instances))[:2])
     cure = f"nearest: {' or '.join(map(str, nearest))} instances" if nearest else "give other replicas"
@@ -123,12 +123,12 @@ def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> Plan
 
 
 def _legal_instances(plan: LaunchPlan) -> list[int]:
-    """Return the numbers of instances that are possible for the replicas of ``plan`` on its hosts."""
+    """Return the numbers of instances that are possible for the plan's numbers of replicas and hosts."""
     return legal_instances(plan.num_replicas, len(plan.hosts), plan.parallelism.instances_per_replica)
 
 
 def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
-    """Return advice, in words, on numbers that fit ``num_ipus`` virtual IPUs in ``num_parts`` equal parts."""
+    """Return advice for an error: how many replicas fit ``num_ipus`` virtual IPUs in ``num_parts`` equal parts."""
     size = plan.parallelism.instances_per_replica
     most = num_ipus // num_parts // plan.num_devices_per_instance * num_parts // size
     if plan.parallelism.is_shared:
@@ -143,7 +143,7 @@ def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
 
 
 def _load_of_host(plan: LaunchPlan) -> str:
-    """Return what runs on a host: ``16 replicas of 4 IPUs``, or instances if several instances share a replica."""
+    """Return what one host runs, in words: ``16 replicas of 4 IPUs``, or instances that share replicas."""
     if not plan.parallelism.is_shared:
         return _replicas_of(plan, plan.num_replicas // len(plan.hosts))
     instances = counted(plan.num_instances_per_host, "instance")
@@ -151,5 +151,5 @@ def _load_of_host(plan: LaunchPlan) -> str:
 
 
 def _replicas_of(plan: LaunchPlan, count: int) -> str:
-    """Return ``count`` replicas and their size in words, such as ``16 replicas of 4 IPUs``."""
+    """Return the text for ``count`` replicas of the plan, such as ``16 replicas of 4 IPUs``."""
     return f"{counted(count, 'replica')} of {counted(plan.ipus_per_replica, 'IPU')}"

@@ -1,4 +1,4 @@
-"""Variables for JAX, TensorFlow and onnxruntime, so that their programs run under poprun without changes. Pure.
+"""Environment variables for JAX, TensorFlow and onnxruntime, so that their programs run unchanged. Pure.
 
 poprun does not replace a variable that the user has set; `contradictions` tells the user what follows.
 """
@@ -35,15 +35,14 @@ _READ_BY: Final = {
 }
 
 MOST_WORKERS: Final = 512
-"""The largest number of instances that TensorFlow's variable lists: a larger list would be too long for each
-program's environment.
-"""
+"""The largest number of instances for which TensorFlow's variable is set: a longer list would be too long for each
+program's environment."""
 
 
 def framework_variables(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts
 ) -> dict[str, str]:
-    """Return the variables of all frameworks for instance ``index``, without variables that the user has set."""
+    """Return instance ``index``'s variables for JAX, TensorFlow and onnxruntime that the user did not set."""
     set_already = _of_user(user)
     told = {
         **_for_jax(plan, index, set_already, start),
@@ -54,7 +53,7 @@ def framework_variables(
 
 
 def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the variables in ``environment`` that a framework reads, by the name of the framework."""
+    """Return the variables in ``environment`` that each framework reads, by the framework's name."""
     return {
         framework: {name: environment[name] for name in names if name in environment}
         for framework, names in _READ_BY.items()
@@ -62,7 +61,7 @@ def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def example_start(plan: LaunchPlan) -> StartFacts:
-    """Return start facts of ``plan`` for a dry run; all ports are 0, because poprun chooses ports at the start."""
+    """Return the start facts of ``plan`` for a dry run, with port 0 for each port that a start would choose."""
     hosts = ("127.0.0.1",) if len(plan.hosts) == 1 else plan.hosts
     count = plan.num_instances_per_host
     workers = [Endpoint(host=hosts[index // count], port=0) for index in workers_of(plan)]
@@ -71,12 +70,12 @@ def example_start(plan: LaunchPlan) -> StartFacts:
 
 
 def workers_of(plan: LaunchPlan) -> range:
-    """Return the instances that TensorFlow uses as workers; none if the job has one instance, or too many."""
+    """Return the instances that TensorFlow's variable lists; an empty range for one instance, or too many."""
     return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 
 def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each variable of the user with another value than poprun would set."""
+    """Yield a warning for each variable of a framework that the user has set and poprun would set otherwise."""
     set_already = _of_user({**user, **plan.variables_of(0)})
     local = plan.layout.num_local_replicas
     devices = set_already.get(JAX_CPU_DEVICES, str(local))
@@ -97,7 +96,7 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
 
 
 def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[str]:
-    """Yield a warning for each mask in ``asked``, the variables of -x, as poprun has already counted the devices.
+    """Yield a warning for each variable in ``asked`` (option -x) that would select other GPUs.
 
     Raises PlanError for a mask that would number the devices anew.
     """
@@ -115,14 +114,14 @@ def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[s
 
 
 def _of_user(user: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables that the user has set, without variables of an outer poprun job around this job."""
+    """Return the variables that the user has set, without variables that an outer poprun job has set."""
     if contract.NUM_REPLICAS not in user:
         return user
     return {name: value for name, value in user.items() if name not in (JAX_CPU_DEVICES, TENSORFLOW, ONNXRUNTIME)}
 
 
 def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts) -> dict[str, str]:
-    """Return JAX's devices of the instance, and the address at which `popdist.startup.jax_cluster` connects."""
+    """Return the variables with JAX's devices of instance ``index``, and with the coordinator's address."""
     variables = {}
     if plan.devices:
         variables[JAX_LOCAL_DEVICES] = ",".join(map(str, plan.instance(index).ordinals))
@@ -134,7 +133,7 @@ def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: Start
 
 
 def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
-    """Return the variable with the workers of `tf.distribute.MultiWorkerMirroredStrategy`; {} without workers."""
+    """Return the variable that lists TensorFlow's workers (MultiWorkerMirroredStrategy); {} without workers."""
     if not start.workers:
         return {}
     cluster = {"worker": [str(worker) for worker in start.workers]}
@@ -142,6 +141,6 @@ def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
 
 
 def _for_onnxruntime(plan: LaunchPlan, user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with the instance's number of threads; else onnxruntime uses a thread per core."""
+    """Return the variable with onnxruntime's number of threads, which otherwise is the number of cores."""
     threads = str(plan.threads_per_replica or user.get(contract.NUM_THREADS))
     return {ONNXRUNTIME: str(int(threads) * plan.layout.num_local_replicas)} if threads.isdecimal() else {}

@@ -23,7 +23,7 @@ POD: Final = "pod"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualIpu:
-    """One virtual IPU of a cluster."""
+    """A virtual IPU, which stands for a GPU, a share of a host's cores, or a place in a described pod."""
 
     index: int
     name: str  # the same for all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``
@@ -37,7 +37,7 @@ class VirtualIpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The virtual IPUs of one machine or pod, from which jobs lease virtual IPUs."""
+    """All virtual IPUs of one machine or of one pod, from which jobs lease virtual IPUs."""
 
     name: str  # such as ``POD64``, or the machine's own name
     kind: str  # ``gpu``, ``cpu`` or ``pod``; ``core`` for cores that only one job may use
@@ -59,7 +59,7 @@ class Cluster:
         return len(domain_sizes(self.ipus))
 
     def part(self, allocation: str | None) -> tuple[VirtualIpu, ...]:
-        """Return the IPUs of the allocation named ``allocation``, which must exist; all IPUs if it is None."""
+        """Return the IPUs in the named part ``allocation`` of the cluster, which must exist; all IPUs if None."""
         if allocation is None:
             return self.ipus
         indices = self.allocations[allocation]
@@ -68,7 +68,7 @@ class Cluster:
     def pick(
         self, num_ipus: int, allocation: str | None = None, num_domains: int = 1
     ) -> Callable[[Collection[str]], tuple[VirtualIpu, ...]]:
-        """Return a function that chooses ``num_ipus`` IPUs when it is called with the names of the IPUs in use.
+        """Return a function that chooses ``num_ipus`` IPUs, given the names of all IPUs in use.
 
         See `choose_ipus` for the rules of the choice.
         """
@@ -85,7 +85,7 @@ class Cluster:
 
 
 def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
-    """Return the devices of the machine ``name`` as a cluster with one IPU-Link domain."""
+    """Return the GPUs of the machine ``name`` as a cluster of virtual IPUs, all in one IPU-Link domain."""
     ipus = (
         VirtualIpu(index=index, name=gpu.uuid or gpu.name, device=gpu.name, occupants=gpu.occupants)
         for index, gpu in enumerate(gpus)
@@ -94,25 +94,25 @@ def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def cpu_slots() -> Iterator[VirtualIpu]:
-    """Return an endless iterator over shares of a machine's cores, all in one IPU-Link domain."""
+    """Return an endless iterator over virtual IPUs that are shares of a machine's cores."""
     return (VirtualIpu(index=index, name=f"{CPU}/{index}") for index in count())
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """Return a cluster of ``num_ipus`` CPU shares; None: ``num_shown`` shares, to which jobs can add more."""
+    """Return a cluster of ``num_ipus`` shares of a CPU; if None, of ``num_shown``, to which jobs can add."""
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
 
 def domain_sizes(ipus: Iterable[VirtualIpu]) -> list[int]:
-    """Return the number of IPUs in each IPU-Link domain of ``ipus``."""
+    """Return the number of IPUs in each IPU-Link domain that one of ``ipus`` is in."""
     return list(Counter(ipu.domain for ipu in ipus).values())
 
 
 def choose_ipus(
     free: Iterable[VirtualIpu], num_ipus: int, domain_size: int, num_domains: int = 1
 ) -> tuple[VirtualIpu, ...]:
-    """Choose ``num_ipus`` of the ``free`` IPUs, the same number per domain; return () if there are too few."""
+    """Choose ``num_ipus`` of the ``free`` IPUs, the same number per IPU-Link domain; () if they are too few."""
     domains: dict[int, list[VirtualIpu]] = {}
     for ipu in sorted(free, key=lambda ipu: ipu.index):
         domains.setdefault(ipu.domain, []).append(ipu)
@@ -127,12 +127,12 @@ def choose_ipus(
 
 
 def size_of_partition(num_ipus: int) -> int:
-    """Return the smallest size of a partition with ``num_ipus`` IPUs; sizes are powers of two."""
+    """Return the size of the smallest partition with ``num_ipus`` IPUs, which is a power of two."""
     return 1 << max(0, num_ipus - 1).bit_length()
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """Return ``num_ipus`` of ``ipus``: consecutive IPUs from an aligned index on, otherwise the first IPUs."""
+    """Return ``num_ipus`` of ``ipus``: neighbours from an aligned index on if possible, else the first IPUs."""
     size = size_of_partition(num_ipus)
     there = {ipu.index: ipu for ipu in ipus}
     for first in there:

@@ -1,4 +1,4 @@
-"""The meaning of options that were written for Open MPI's launcher, whatever launcher starts the job. Pure.
+"""The meaning of options for Open MPI's launcher, such as -x, whichever launcher starts the job. Pure.
 
 poprun itself gives programs their variables, shows their output and chooses their network. So poprun reads `-x`,
 `--tag-output`, `--output-filename`, `--allow-run-as-root` and `--mca btl_tcp_if_include SUBNET` itself. The other
@@ -29,20 +29,21 @@ _OPEN_MPI_ONLY: Final = {
         0,
     ),
 }
-"""Options of Open MPI that poprun's own options may contain, each with the number of words that follow it."""
+"""Options that only Open MPI's launcher has, each with the number of values that follow the option."""
 
 _INTERFACES: Final = ("btl_tcp_if_include", "oob_tcp_if_include")
-"""Parameters of Open MPI that name the network or interface between hosts."""
+"""Parameters of Open MPI whose value is the network, or the network interface, between hosts."""
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-"""A word such as NAME=value, which a launcher would take for the program; the user has forgotten -x before it."""
+"""A pattern for the word NAME=value, before which the user has forgotten -x: a launcher would run NAME=value as
+the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiWords:
-    """The meaning of the words in one option for the MPI launcher."""
+    """The meaning of the words that the user gave in one option for the MPI launcher."""
 
     variables: Variables  # variables of the programs, in the order of the words
     is_tagged: bool  # whether output lines get tags
@@ -53,7 +54,7 @@ class MpiWords:
 
 
 def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> MpiWords:
-    """Read ``words``, the value of ``option``; ``kind`` is None if no MPI launcher starts the job."""
+    """Return the meaning of ``words``, the value of ``option`` for the MPI launcher; ``kind`` None: no MPI."""
     variables: list[tuple[str, str | None]] = []
     is_tagged, log_dir, subnet = False, None, None
     for_launcher: list[str] = []
@@ -87,7 +88,7 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWords:
-    """The meaning of all words for the MPI launcher of a job."""
+    """The meaning of the words that the user gave in all options for the MPI launcher."""
 
     variables: Variables  # variables of all programs
     instance_variables: tuple[tuple[int, Variables], ...]  # variables of single instances
@@ -100,7 +101,7 @@ class JobWords:
 
 
 def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
-    """Read all words of ``request`` for the MPI launcher ``mpi``, which is None if the job starts without MPI."""
+    """Return the meaning of all words in ``request`` for the MPI launcher ``mpi``, which is None without MPI."""
     kind = mpi.kind if mpi else None
     for_job = read_mpi_words(request.mpi_global_args, "--mpi-global-args", kind)
     for_all = read_mpi_words(request.mpi_local_args, "--mpi-local-args", kind)
@@ -124,12 +125,12 @@ def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
 
 
 def merged(variables: Variables, stronger: Variables) -> Variables:
-    """Return two lists of variables as one list; if both lists have a name, the value in ``stronger`` counts."""
+    """Return two lists of environment variables as one; for a name in both, with the value in ``stronger``."""
     return tuple(dict((*variables, *stronger)).items())
 
 
 def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instances: int) -> None:
-    """Check that every instance in ``pairs`` exists in a job of ``num_instances`` instances."""
+    """Raise PlanError if an instance in ``pairs`` does not exist in the job."""
     for index, _ in pairs:
         if not 0 <= index < num_instances:
             raise PlanError(
@@ -139,7 +140,7 @@ def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instanc
 
 
 def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option in ``words`` with its name and its words; a word that is no option has an empty name."""
+    """Yield each option in ``words``: its name, and its words; the name is empty if a word is no option."""
     rest = list(reversed(words))
     while rest:
         word = rest.pop()
@@ -154,7 +155,7 @@ def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]
 
 
 def _subnet(written: Sequence[str]) -> str | None:
-    """Return the network in words such as ``--mca btl_tcp_if_include 10.1.0.0/16``; None for other words."""
+    """Return the network in the words ``--mca btl_tcp_if_include 10.1.0.0/16``; None for other words."""
     if len(written) != len(("--mca", "name", "value")) or written[1] not in _INTERFACES:
         return None
     from ipaddress import ip_network

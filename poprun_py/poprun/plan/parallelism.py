@@ -1,4 +1,4 @@
-"""Replicas that several instances share: the mapping that a user asked for, and the counts that follow. Pure."""
+"""Replicas that several instances share: the mapping (tensor, pipeline) from the user, and its counts. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _OF_JOB = ("tensor", "pipeline", "replicas")
 
 
 def mapping_in_words(words: str) -> AskedMapping:
-    """Return the mapping that ``words`` such as ``tensor=2,pipeline=2`` ask for. Raises PlanError if invalid."""
+    """Return the mapping in words such as ``tensor=2,pipeline=2``. Raises PlanError if they are wrong."""
     from popsize.errors import MappingError
     from popsize.mapping import parse_mapping
 
@@ -37,7 +37,7 @@ def mapping_in_words(words: str) -> AskedMapping:
 
 
 def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
-    """Return the mapping in ``content``, a file that poprun-size saved. Raises PlanError if it has no mapping."""
+    """Return the mapping in ``content``, the text of poprun-size's file ``path``. PlanError if it is wrong."""
     from popsize.errors import MappingError
     from popsize.mapping import loaded
 
@@ -58,7 +58,7 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
 
 
 def choose_parallelism(request: LaunchRequest) -> Parallelism:
-    """Return how the instances of ``request`` share a replica. Raises PlanError if two options contradict."""
+    """Return how instances share a replica, by the options in ``request``. PlanError if they contradict."""
     asked, size = request.mapping, request.instances_per_replica
     if size is not None:
         check_count("--instances-per-replica", size)
@@ -76,7 +76,7 @@ def choose_parallelism(request: LaunchRequest) -> Parallelism:
 
 
 def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple[LaunchRequest, bool]:
-    """Return ``request`` with the counts of its mapping, and whether the number of instances is now given.
+    """Return ``request`` with the numbers that its mapping implies, and whether the instances are now counted.
 
     The argument ``size`` is the number of instances of a replica. Raises PlanError if counts contradict the
     mapping.
@@ -94,7 +94,7 @@ def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple
 
 
 def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, is_other: bool) -> str:
-    """Return the message that the mapping contradicts the asked number of instances (``is_other``) or replicas."""
+    """Return the error that ``--num-instances`` or ``--num-replicas`` contradicts the mapping ``asked``."""
     option, given, right = (
         ("--num-instances", request.num_instances, number)
         if is_other
@@ -109,7 +109,7 @@ def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, 
 
 
 def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
-    """Check that a host, which has ``num_gpus`` GPUs, has enough for the mapping. Raises PlanError if not."""
+    """Raise PlanError if a host, which has ``num_gpus`` GPUs, has too few for the mapping ``asked``."""
     if asked.replicas is None or plan.devices or not num_gpus:
         return
     there = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
@@ -125,7 +125,7 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
 
 
 def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """Return advice if the devices differ from the devices that the mapping was planned for, else ().
+    """Return a warning if the job's devices are not those that the mapping was planned for; () if they are.
 
     The argument ``gpus`` has the GPUs of one host.
     """
@@ -149,7 +149,7 @@ def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) ->
 
 
 def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:
-    """Return a description of ``gpu`` if its kind differs or its memory is less than planned; otherwise ""."""
+    """Return the name and memory of ``gpu`` if it is another model, or smaller, than planned; "" if not."""
     from popsize.hardware import DEVICES, GIB, gib, is_called
 
     is_other = gpu.model and planned.device in DEVICES and not is_called(planned.device, gpu.model)

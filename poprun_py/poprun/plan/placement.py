@@ -1,4 +1,4 @@
-"""Placement: the choice of each instance's cores from a host's NUMA nodes, caches and cores. Pure.
+"""Placement: the choice of the cores that each instance is bound to, by NUMA nodes and caches. Pure.
 
 ``spreadnuma`` gives each instance whole NUMA nodes, or gives several instances one node. ``core`` gives each
 instance an equal part of the physical cores. ``compact`` gives each instance as many cores as it has threads, side
@@ -18,7 +18,7 @@ _Part = tuple[Cpu, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMap:
-    """The cores and NUMA nodes of a host to which instances can be bound."""
+    """The cores and NUMA nodes of a host that instances may use."""
 
     cpus: tuple[Cpu, ...]
     memory_nodes: tuple[int, ...]
@@ -27,24 +27,24 @@ class HostMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The number of instances of a host, the threads of each instance, and the NUMA nodes of its GPUs."""
+    """The needs of a host's instances: their number, their threads, and the NUMA nodes of their GPUs."""
 
     num_instances: int
     num_threads: int  # threads of each instance
     near: tuple[frozenset[int], ...] = ()  # the NUMA nodes of each instance's GPUs; empty without GPUs
 
     def nodes_near(self, instance: int) -> frozenset[int]:
-        """Return the NUMA nodes of the GPUs of the instance ``instance``; empty if they are unknown."""
+        """Return the NUMA nodes to which the GPUs of ``instance`` are attached; empty if unknown."""
         return self.near[instance] if self.near else frozenset()
 
 
 def flat_map(cores: Iterable[int]) -> tuple[Cpu, ...]:
-    """Return the map of a machine of unknown structure: one node, one cache, and each core is a physical core."""
+    """Return cores of a machine of unknown structure as if it had one NUMA node and one cache."""
     return tuple(Cpu(number=number, core=number, cache=0, node=0, socket=0) for number in cores)
 
 
 def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) -> tuple[Binding, ...]:
-    """Bind each instance of a host to cores; return () if the placement binds nothing or every core is allowed."""
+    """Return the cores of each instance on a host; () if the instances shall not be bound to cores."""
     if placement is ProcessPlacement.DISABLED:
         return ()
     if placement is ProcessPlacement.SPREADNUMA:
@@ -55,7 +55,7 @@ def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) 
 
 
 def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Binding, ...]:
-    """Return the bindings of ``parts``; instances with the same cores share one binding."""
+    """Return the bindings for ``parts``, the cores of each instance; instances with equal cores share one."""
     instances: dict[_Part, list[int]] = {}
     for instance, part in enumerate(parts):
         instances.setdefault(part, []).append(instance)
@@ -70,13 +70,13 @@ def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Bi
 
 
 def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the memory nodes of the cores in ``part``; () if there are none, or if the part has all nodes."""
+    """Return the memory nodes of the cores ``part``; () if the cores have all memory nodes, or none."""
     nodes = {cpu.node for cpu in part}.intersection(memory_nodes)
     return tuple(sorted(nodes)) if len(nodes) < len(memory_nodes) else ()
 
 
 def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """Return the cores of each instance's NUMA nodes; () if every instance would have all cores."""
+    """Return the cores of whole NUMA nodes for each instance; () if each instance would get all cores."""
     nodes = _groups(host.cpus, _node_of)
     if len(nodes) == 1 or demand.num_instances == 1:
         return ()
@@ -88,13 +88,13 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """Return the indices of the nodes near an instance's GPUs; if there are none, the index of one node."""
+    """Return the indices of the NUMA nodes near an instance's GPUs; of one node by turns without GPUs."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 
 
 def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
-    """Return each instance's node indices, for more nodes than instances: near nodes, and a part of the rest."""
+    """Return the indices of each instance's own NUMA nodes, if there are more nodes than instances."""
     count = demand.num_instances
     owned = [{i for i, node in enumerate(nodes) if node[0].node in demand.nodes_near(k)} for k in range(count)]
     if not any(owned):
@@ -110,7 +110,7 @@ def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
 
 
 def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """Return the cores of each instance; no two instances share a core. Raises PlanError if there are too few."""
+    """Return the cores of each instance, which no other instance gets. Raises PlanError if there are too few."""
     count, threads = demand.num_instances, demand.num_threads
     units = _within(_groups(host.cpus, _place_of_core), host.max_cores)
     least = -(-threads // min(map(len, units)))
@@ -124,7 +124,7 @@ def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Se
 
 
 def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
-    """Return the first units, at least one unit, that together have at most ``max_cores`` cores."""
+    """Return the first physical cores in ``units``, at least one, with ``max_cores`` hardware threads at most."""
     total, kept = 0, 0
     for unit in units:
         total += len(unit)
@@ -133,7 +133,7 @@ def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
 
 
 def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
-    """Return at least one part of ``size`` units per instance, from the smallest cache or node with room."""
+    """Return a part of ``size`` physical cores or more per instance, in the smallest cache or node with room."""
     scopes = [units]
     if not any(demand.near):
         scopes = [*_by_size(units, _cache_of), *_by_size(units, _node_of), units]
@@ -142,7 +142,7 @@ def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]
 
 
 def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
-    """Cut units into parts of ``size`` units; prefer parts within a cache, then parts within a node."""
+    """Cut the physical cores ``units`` into parts of ``size``, within one cache or NUMA node if possible."""
     parts: list[_Part] = []
     for groups in (_by_size(units, _cache_of), _by_size(units, _node_of), [units]):
         in_order = sorted(groups, key=lambda group: _place_of_core(group[0][0]))
@@ -157,12 +157,12 @@ def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
 
 
 def _by_size(units: Sequence[_Part], key: Callable[[Cpu], tuple[int, ...]]) -> list[Sequence[_Part]]:
-    """Return the units grouped by ``key``, the smallest group first."""
+    """Return the physical cores ``units``, grouped by cache or by NUMA node (``key``), small groups first."""
     return sorted((list(group) for _, group in groupby(units, key=lambda unit: key(unit[0]))), key=len)
 
 
 def _nearest(parts: Sequence[_Part], demand: Demand) -> Sequence[_Part]:
-    """Choose a part for each instance: the first part near its GPUs, otherwise the first free part."""
+    """Choose one of ``parts``, which are sets of cores, for each instance: near its GPUs if possible."""
     free = list(parts)
     chosen: dict[int, _Part] = {}
     for instance in range(demand.num_instances):
@@ -187,7 +187,7 @@ def _place_of_core(cpu: Cpu) -> tuple[int, ...]:
 
 
 def _groups(cpus: Iterable[Cpu], key: Callable[[Cpu], tuple[int, ...]]) -> Sequence[_Part]:
-    """Return the cores grouped by ``key``, in the order of the keys."""
+    """Return the hardware threads ``cpus``, grouped by ``key``, in the order of the keys."""
     in_order = sorted(cpus, key=lambda cpu: (key(cpu), cpu.number))
     return [tuple(group) for _, group in groupby(in_order, key=key)]
 

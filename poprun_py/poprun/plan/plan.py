@@ -32,7 +32,7 @@ _NO_VIPU: Final = VipuSettings()
 
 
 class LauncherKind(StrEnum):
-    """The way in which poprun starts the instances of a plan."""
+    """The way in which poprun starts the instances of a job: with MPI, with Slurm's srun, or itself."""
 
     MPI = "mpi"
     LOCAL = "local"
@@ -41,18 +41,18 @@ class LauncherKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places(Parallelism):
-    """The places of instances: their parts of replicas, and their hosts if the job has several hosts."""
+    """The place of each instance in messages: its part of a replica, and its host if there are several."""
 
     hosts: Sequence[str] = ()  # each with the same number of instances; empty if the job has only one host
     num_per_host: int = 1
 
     def hosts_of(self, instances: Iterable[int]) -> tuple[str, ...]:
-        """Return the hosts of ``instances``, in the order of the plan; () if the job has only one host."""
+        """Return the names of the hosts on which ``instances`` run; () if the job has only one host."""
         numbers = {index // self.num_per_host for index in instances} if self.hosts else ()
         return tuple(self.hosts[number] for number in sorted(numbers))
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return the host and the parts of replicas that all ``instances`` have in common, in words."""
+        """Return, in words, the host and the part of a replica that all ``instances`` have in common."""
         instances = tuple(instances)
         hosts = self.hosts_of(instances)
         host = f"host {hosts[0]}" if len(hosts) == 1 else ""
@@ -61,7 +61,7 @@ class Places(Parallelism):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFacts:
-    """Facts that programs get and a plan does not contain, because poprun decides them when the job starts."""
+    """Facts that poprun decides when a job starts, such as addresses, and gives to the programs."""
 
     job_id: str = ""  # the same for all instances and all attempts of a job
     restart_count: int = 0  # number of restarts of the job until now
@@ -75,7 +75,7 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedDevices:
-    """The devices and cores that a job has leased on one host; they replace the devices and cores of the plan."""
+    """The GPUs and cores that a job has leased on one host, used instead of the planned ones."""
 
     devices: tuple[str, ...]  # GPUs or slices of GPUs, in slot order
     cores: tuple[int, ...]  # cores of the host, ascending
@@ -84,7 +84,7 @@ class LeasedDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstancePlan:
-    """The plan of one instance: its host, replicas, virtual IPUs, devices and cores."""
+    """The plan of one instance: its host, replicas, virtual IPUs, GPUs and cores."""
 
     index: int  # among all instances
     host: str
@@ -106,7 +106,7 @@ class InstancePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """Everything that poprun decides before the first process of a job starts.
+    """Everything that poprun decides about a job before the first process starts.
 
     All hosts are alike: each host runs ``num_instances / len(hosts)`` instances and has the same number of virtual
     IPUs, GPUs and cores.
@@ -174,13 +174,13 @@ class LaunchPlan:
     maker: str = field(default=DEFAULT_MAKER, metadata=IF_USED)
 
     def trace_parts(self, job_id: str, restart_count: int) -> str:
-        """Return the folder in which the programs of an attempt write what they record for a trace."""
+        """Return the folder in which the programs of one attempt write their recordings for a trace."""
         folder = os.path.join(self.working_directory, self.trace.folder or "")
         return os.path.join(folder, f".parts-{job_id}-{restart_count}")
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The distribution of replicas over instances, where instances that share a replica count as one."""
+        """The distribution of replicas over instances; instances that share a replica count as one."""
         number = self.num_instances // self.parallelism.instances_per_replica
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
@@ -191,7 +191,7 @@ class LaunchPlan:
 
     @property
     def places(self) -> Places:
-        """The places of the instances: the parts of replicas and the hosts, used in messages."""
+        """The place of each instance in messages: its part of a replica, and its host."""
         shared = self.parallelism
         return Places(
             instances_per_replica=shared.instances_per_replica,
@@ -203,12 +203,12 @@ class LaunchPlan:
 
     @property
     def num_ipus_per_instance(self) -> int:
-        """The number of virtual IPUs of each instance; each of its replicas or replica parts has its own IPUs."""
+        """The number of virtual IPUs of each instance, for all its replicas or its part of one."""
         return self.layout.num_local_replicas * self.num_devices_per_instance
 
     @property
     def num_devices_per_instance(self) -> int:
-        """The number of devices that each instance needs; the replicas of an instance use the devices in turn."""
+        """The number of GPUs that each instance needs; its replicas use the GPUs in turn."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
     @property
@@ -218,28 +218,28 @@ class LaunchPlan:
 
     @property
     def num_gpus_needed(self) -> int:
-        """The number of devices that a host needs if no two instances share a device."""
+        """The number of GPUs that a host needs if no two instances share a GPU."""
         return self.num_instances_per_host * self.num_devices_per_instance
 
     @property
     def num_gpus_per_host(self) -> int:
-        """The number of devices that the job uses on each host; the number that it needs if it has no devices."""
+        """The number of GPUs that the job uses on each host; without GPUs, the number it needs."""
         return len(self.devices) or self.num_gpus_needed
 
     @property
     def shares_devices(self) -> bool:
-        """Whether several instances of a host compute on the same device, or on slices of devices."""
+        """Whether several instances of a host use the same GPU, or slices of GPUs."""
         maker = MAKERS[self.maker]
         is_shared = len(self.devices) < self.num_gpus_needed or any(map(maker.is_slice, self.devices))
         return bool(self.devices) and self.num_instances_per_host > 1 and is_shared
 
     @property
     def num_ilds(self) -> int:
-        """The number of IPU-Link domains of the job; all have the same number of consecutive instances."""
+        """The number of IPU-Link domains of the job, which have equally many instances."""
         return self.vipu.num_ilds or 1
 
     def ild_of(self, instance: int) -> int:
-        """Return the index of the IPU-Link domain that contains the instance ``instance``."""
+        """Return the index of the IPU-Link domain (group of linked IPUs) of the instance ``instance``."""
         return instance * self.num_ilds // self.num_instances
 
     @property
@@ -249,7 +249,7 @@ class LaunchPlan:
 
     @property
     def leases_ipus(self) -> bool:
-        """Whether the job leases virtual IPUs of a pod or of a CPU from the pools of its hosts."""
+        """Whether the job leases virtual IPUs of a pod or of CPUs from the pools of its hosts."""
         vipu = self.vipu
         if vipu.is_offline or self.asks_server:
             return False
@@ -263,12 +263,12 @@ class LaunchPlan:
 
     @property
     def owns_cores(self) -> bool:
-        """Whether the instances have cores that no other job may use."""
+        """Whether the instances are bound to cores that no other job may use."""
         return bool(self.bindings) and self.placement in (ProcessPlacement.CORE, ProcessPlacement.COMPACT)
 
     @property
     def has_curves(self) -> bool:
-        """Whether the user asked for a report or for metrics, for which poprun measures the job while it runs."""
+        """Whether poprun measures the job while it runs, because the user wants a report or metrics."""
         return bool(self.ending.report_files) or self.ending.metrics_port is not None
 
     @property
@@ -285,15 +285,15 @@ class LaunchPlan:
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """Return the names of variables that poprun passes on to instance ``index``; None means all instances."""
+        """Return the variables that instance ``index`` (None: any) gets with poprun's own values."""
         return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
-        """Return the variables to which the user gave a value for instance ``index``."""
+        """Return the environment variables that the user set to a value for instance ``index``."""
         return {name: value for name, value in self._asked_variables(index) if value is not None}
 
     def _asked_variables(self, index: int | None) -> Iterator[tuple[str, str | None]]:
-        """Yield the variables of all programs, then the variables of instance ``index``, which override them."""
+        """Yield the user's variables for all programs, then the user's for instance ``index``."""
         yield from self.variables
         for instance, variables in self.instance_variables:
             if instance == index:
@@ -301,11 +301,11 @@ class LaunchPlan:
 
     @property
     def named_devices(self) -> LeasedDevices:
-        """The devices and cores that the plan names; the job uses these if no lease gives it others."""
+        """The GPUs and cores in the plan, which the job uses if no lease gives it other ones."""
         return LeasedDevices(devices=self.devices, cores=self.cores, bindings=self.bindings)
 
     def instance(self, index: int, given: LeasedDevices | None = None) -> InstancePlan:
-        """Return the plan of instance ``index``; ``given`` are the devices and cores leased on its host, or None.
+        """Return the plan of instance ``index``; ``given`` are the leased GPUs and cores of its host, if any.
 
         Raises:
             ValueError: If there is no such instance.
@@ -337,12 +337,12 @@ class LaunchPlan:
         )
 
     def _dealt(self, local_index: int, num_devices: int) -> tuple[int, ...]:
-        """Return the indices of an instance's devices on its host; with too few devices, instances share them."""
+        """Return the indices of an instance's GPUs among its host's; with too few GPUs, instances share."""
         first, count = local_index * self.num_devices_per_instance, self.num_devices_per_instance
         return tuple(number % num_devices for number in range(first, first + count)) if num_devices else ()
 
     def replicas_of(self, instances: range) -> range:
-        """Return the replicas that ``instances``, a range of at least one instance, have wholly or in part."""
+        """Return the range of all replicas that the range ``instances`` has, wholly or in part."""
         first, last = self.instance(instances[0]), self.instance(instances[-1])
         return range(first.replicas.start, last.replicas.stop)
 
@@ -351,14 +351,14 @@ class LaunchPlan:
         return map(self.instance, range(self.num_instances))
 
     def _share_of(self, cores: tuple[int, ...], local_index: int) -> tuple[int, ...]:
-        """Return an instance's share of a host's ``cores``; if there are too few, instances share a core."""
+        """Return an instance's part of a host's ``cores``; instances share a core if cores are too few."""
         count, num_cores = self.num_instances_per_host, len(cores)
         first = local_index * num_cores // count
         last = max(first + 1, (local_index + 1) * num_cores // count)
         return cores[first:last]
 
     def contract(self, index: int, start: StartFacts | None = None) -> Contract:
-        """Return the contract of instance ``index``, which tells its program about the job and the job's start."""
+        """Return the contract of instance ``index``: all that poprun says to its program by variables."""
         start = start or StartFacts()
         instance = self.instance(index)
         return Contract(

@@ -1,4 +1,4 @@
-"""A plan as a file: written as JSON or YAML, read again as the same plan, and checked.
+"""A plan as a file: written as JSON or YAML, read again as an equal plan, and checked. Pure.
 
 Pure: the functions get values and return values or text. The file contains the values of the plan, with hosts and
 cores as ranges. Reading is strict, because a person may have written the plan, and a wrong plan starts wrong
@@ -40,26 +40,23 @@ _KEYS: Final = {
     "trace_seconds": "trace.seconds",
     "trace_steps": "trace.steps",
 }
-"""The key in a plan for each option of the command line, because messages name options."""
+"""For each option of the command line its key in a plan's file: error messages about a file name the key."""
 
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
-    """Return ``plan`` as values that JSON and YAML can contain; :func:`plan_from_dict` reads these values."""
+    """Return ``plan`` as a dict for JSON or YAML, from which :func:`plan_from_dict` reads the plan."""
     return write_record(plan, version=VERSION)
 
 
 def plan_from_dict(values: object, source: str) -> LaunchPlan:
-    """Return the plan in ``values``, the content of the file ``source``. Raises PlanError if a value is wrong.
-
-    The message names the file, the key and the value.
-    """
+    """Return the plan in the parsed file ``values``. Raises PlanError, with file, key and value, if wrong."""
     plan = read_record(LaunchPlan, values, source, version=VERSION)
     check_plan(plan, source)
     return plan
 
 
 def read_plan(text: str, source: str) -> LaunchPlan:
-    """Return the plan in ``text``, JSON or YAML. Raises PlanError, which names ``source``, if it is invalid."""
+    """Return the plan in ``text``, the JSON or YAML of the file ``source``. Raises PlanError if it is wrong."""
     try:
         values = parse_json(text) if text.lstrip().startswith("{") else _read_yaml(text)
     except ValueError as error:
@@ -78,7 +75,7 @@ def _read_yaml(text: str) -> object:
 
 
 def check_plan(plan: LaunchPlan, source: str) -> None:
-    """Check that the values of a plan from a file fit together. Raises PlanError if they do not."""
+    """Raise PlanError if the values of a plan from the file ``source`` contradict each other."""
     try:
         check_counts(
             num_instances=plan.num_instances,

@@ -1,4 +1,4 @@
-"""The planner: it makes a plan from a request and from the facts of a machine or a Slurm allocation.
+"""The planner: it makes a job's plan from the user's request and facts about the machine or Slurm's job.
 
 Pure: facts are arguments, and no function reads a clock, the environment or a disk. :func:`make_plan` assumes that
 every host is like poprun's machine. :func:`place` binds instances to cores, and does so again if a lease gave the
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
 
 DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "INFO"))
-"""Variables that show where Python was when a signal ended it, and on what torch's process groups disagree."""
+"""Variables that make Python print its stack after a signal, and torch print how process groups disagree."""
 
 THIS_MACHINE: Final = "localhost"
 
@@ -53,7 +53,7 @@ _UNBOUND: Final = "none"
 def make_plan(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None" = None, *, is_counted: bool = True
 ) -> LaunchPlan:
-    """Return the plan for ``request``: everything that can be decided before a process starts.
+    """Return the plan for ``request``: everything that poprun can decide before a process starts.
 
     Args:
         request: What the user asked for.
@@ -78,7 +78,7 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Return the plan of :func:`make_plan` and advice on it; ``are_hosts_seen`` says if hosts are examined."""
+    """Return the plan of :func:`make_plan`, and advice on it; ``are_hosts_seen``: hosts get inspected."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
@@ -129,7 +129,7 @@ def make_advised_plan(
 
 
 def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts) -> tuple[str, ...]:
-    """Check the devices against the mapping, if any; return how they differ from the mapping's devices."""
+    """Raise PlanError if GPUs are too few for the mapping, if any; return how they differ from its GPUs."""
     if request.mapping is None:
         return ()
     from poprun.plan.parallelism import check_found, other_devices
@@ -140,7 +140,7 @@ def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
-    """The hosts of a job and the numbers of its instances, replicas and virtual IPUs."""
+    """The hosts of a job, and its numbers of instances, replicas and virtual IPUs."""
 
     hosts: tuple[str, ...]
     num_instances: int
@@ -150,14 +150,14 @@ class _Counts:
 
     @property
     def ipus_per_part(self) -> int:
-        """The number of virtual IPUs of one instance's part of a replica, which can be the whole replica."""
+        """The number of virtual IPUs of one instance's part of a replica, or of a whole replica."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
 
 def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
-    """Return ``request``, completed from the mapping and Slurm's allocation, and the counts of the job."""
+    """Return ``request``, completed by the mapping and Slurm's job, and the job's numbers of instances etc."""
     if request.num_replicas is not None:
         check_count("--num-replicas", request.num_replicas)
     parallelism = Parallelism()
@@ -196,7 +196,7 @@ def _count(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """Return the bindings of a host's instances to cores; leased cores in ``given`` replace the plan's cores."""
+    """Return the binding of each of a host's instances to cores: the cores ``given`` by a lease, or the plan's."""
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
@@ -214,7 +214,7 @@ def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = N
 def _within_allocation(
     request: LaunchRequest, allocation: Allocation, size: int, *, is_counted: bool
 ) -> LaunchRequest:
-    """Return ``request`` with the hosts of a Slurm allocation, and with one instance for each task."""
+    """Return ``request`` with the hosts of the Slurm job, and one instance for each task of Slurm."""
     if allocation.task is not None:
         rank, size = allocation.task
         raise PlanError(
@@ -236,7 +236,7 @@ def _within_allocation(
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
-    """Return the hosts of the job. Raises PlanError if a host is not in ``allocation``."""
+    """Return the hosts of the job, all of Slurm's by default. Raises PlanError if one is not in ``allocation``."""
     foreign = [host for host in request.hosts if host not in allocation.nodes]
     if foreign:
         raise PlanError(
@@ -248,13 +248,13 @@ def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
 
 
 def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
-    """Return the number of tasks on each host; [] if the user did not ask Slurm for tasks."""
+    """Return the number of Slurm's tasks on each host; [] if the user asked Slurm for no tasks."""
     by_node = dict(zip(allocation.nodes, allocation.tasks_per_node, strict=False))
     return [by_node[host] for host in hosts] if by_node else []
 
 
 def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
-    """Check that each instance has a task, because Slurm would let a job with too few tasks wait for ever."""
+    """Raise PlanError unless Slurm has one task for each instance; else its job would wait for ever."""
     tasks = _tasks(allocation, hosts)
     if not tasks:
         return
@@ -282,7 +282,7 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
 
 
 def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int, parallelism: Parallelism) -> None:
-    """Check that the values of a request or a plan are possible in a job of ``num_instances`` instances."""
+    """Raise PlanError if a value in a request or plan is impossible with ``num_instances`` instances."""
     if asked.threads_per_replica is not None:
         check_count("--threads-per-replica", asked.threads_per_replica)
     check_output(asked.output, num_instances, has_mesh=parallelism.has_mesh)
@@ -306,7 +306,7 @@ def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
 def _num_automatic(
     num_replicas: int | None, size: int, num_hosts: int, num_free: int, num_in_pod: int | None
 ) -> int:
-    """Return the number of instances that ``auto`` means; one host has free GPUs for ``num_free`` instances."""
+    """Return how many instances ``auto`` means, if one host has free GPUs for ``num_free`` instances."""
     wanted = max(1, num_free) * num_hosts
     if num_replicas is not None:
         legal = legal_instances(num_replicas, num_hosts, size)
@@ -335,7 +335,7 @@ def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | Non
 
 
 def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKind:
-    """Return the launcher: MPI if found; else Slurm in an allocation or if asked for; else poprun itself."""
+    """Return which launcher starts the job: MPI if found, else Slurm inside its job, else poprun itself."""
     if mpi is not None:
         return LauncherKind.MPI
     is_slurm = request.launcher is LauncherChoice.SRUN or request.remote.slurm_job is not None
@@ -343,7 +343,7 @@ def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKi
 
 
 def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
-    """Return the plan's settings for the pool with the number of IPU-Link domains filled in."""
+    """Return the plan's settings for virtual IPUs, with the number of IPU-Link domains filled in."""
     vipu = plan.vipu
     if vipu.num_ilds is None and vipu.ipus_per_host is None and pod is None:
         return vipu
@@ -354,7 +354,7 @@ def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
 
 
 def _gpus(request: LaunchRequest, facts: MachineFacts) -> tuple[Gpu, ...]:
-    """Return the GPUs that the job may use, at most as many as ``--ipus-per-host`` allows."""
+    """Return the GPUs of this machine that the job may use, at most as many as ``--ipus-per-host``."""
     return () if request.vipu.is_offline else facts.gpus[: request.vipu.ipus_per_host]
 
 
@@ -382,7 +382,7 @@ def _choose_devices(
 
 
 def _num_cores(plan: LaunchPlan) -> int:
-    """Return the number of cores that the job computes on; with ``--ipus-per-host``, the share of its IPUs."""
+    """Return the number of a host's cores on which the job computes: all, or the share of its virtual IPUs."""
     counted, num_cores = plan.vipu.ipus_per_host, len(plan.cores)
     if plan.devices or counted is None:
         return num_cores
@@ -390,7 +390,7 @@ def _num_cores(plan: LaunchPlan) -> int:
 
 
 def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:
-    """Return the number of threads of a replica; None leaves ``OMP_NUM_THREADS`` as the user set it."""
+    """Return the number of threads of each replica; None if the user has set ``OMP_NUM_THREADS``."""
     if request.threads_per_replica is not None:
         return request.threads_per_replica
     asked = dict(variables).get(NUM_THREADS)
@@ -400,14 +400,14 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Vari
 
 
 def _choose_output(request: LaunchRequest, words: JobWords) -> OutputSettings:
-    """Return the output settings of the request; words for the MPI launcher replace settings that are missing."""
+    """Return the request's settings for output; words for the MPI launcher fill in missing settings."""
     asked = request.output
     is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
     return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
 
 
 def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
-    """Return the placement asked for; DISABLED if words for the MPI launcher make that launcher bind instances."""
+    """Return how instances are bound to cores; DISABLED if words for MPI make its launcher bind them."""
     words = [part for word in (*request.mpi_global_args, *request.mpi_local_args) for part in word.split("=", 1)]
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

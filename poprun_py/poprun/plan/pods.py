@@ -1,7 +1,7 @@
-"""Pods, found by name or described in YAML, and the part of a pod that belongs to one machine.
+"""Pods (groups of IPUs), found by name or described in YAML, and the part of a pod on one machine. Pure.
 
-Pure: the functions get text and return a :class:`Cluster`. A pod may have any size, because nothing of the pod
-need exist for a plan.
+The functions get text and return a :class:`Cluster`. A pod may have any size, because nothing of the pod need
+exist for a plan.
 """
 
 import re
@@ -29,13 +29,13 @@ def _check_name(name: str) -> str:
 
 
 def _machine_numbers(value: object) -> tuple[int, ...]:
-    """Return the numbers of IPU-Machines in ``value``, a text with a range, or an int if YAML read one number."""
+    """Return the numbers of IPU-Machines in ``value``: a text such as ``0-3``, or one int from YAML."""
     return (value,) if type(value) is int and value >= 0 else parse_numbers(str(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodDescription:
-    """A pod as a YAML file describes it."""
+    """The contents of a YAML file that describes a pod: its size, hosts and named parts."""
 
     name: Annotated[str, _check_name]
     num_machines: Annotated[int, between(1, _MAX_IPUS // IPUS_PER_MACHINE)]  # IPU-Machines, of 4 IPUs each
@@ -51,7 +51,7 @@ _OPTIONAL: Final = [field.name for field in fields(PodDescription) if field.defa
 
 
 def named_pod(name: str) -> Cluster | None:
-    """Return the pod with a name such as ``POD16`` or ``POD256``; None if ``name`` is not such a name."""
+    """Return the pod called ``name``, such as ``POD16`` or ``POD256``; None if ``name`` names no pod."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -62,7 +62,7 @@ def named_pod(name: str) -> Cluster | None:
 
 
 def read_pod(text: str, source: str) -> Cluster:
-    """Return the pod that ``text`` describes, YAML from the file ``source``; see :class:`PodDescription`."""
+    """Return the pod that the YAML ``text`` of the file ``source`` describes (:class:`PodDescription`)."""
     try:
         values = parse_yaml(text)
     except ValueError as error:
@@ -88,18 +88,18 @@ def read_pod(text: str, source: str) -> Cluster:
 
 
 def on_machine(pod: Cluster, names: Collection[str]) -> Cluster:
-    """Return ``pod`` with only the IPUs of its host in ``names``; unchanged if ``names`` has none of its hosts."""
+    """Return ``pod`` with only the IPUs of its host in ``names``; with all IPUs if no host is in ``names``."""
     return replace(pod, ipus=next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus))
 
 
 def share_of(pod: Cluster, host: str) -> tuple[VirtualIpu, ...]:
-    """Return the IPUs of ``host``, one of the pod's hosts; each host has the same number of consecutive IPUs."""
+    """Return the IPUs of the pod's host ``host``: equally many consecutive IPUs for each host."""
     size, number = len(pod.ipus) // len(pod.hosts), pod.hosts.index(host)
     return pod.ipus[number * size : (number + 1) * size]
 
 
 def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
-    """Return the allocation of --vipu-allocation or --vipu-cluster; None if this is the whole pod."""
+    """Return the part of the pod (allocation) that the user chose by an option; None if it is the whole pod."""
     name = vipu.allocation or vipu.cluster
     # a pod without allocations is itself one allocation, whatever name the user gave
     return None if name == pod.name or not pod.allocations else name
@@ -126,7 +126,7 @@ def _pod(
 
 
 def _allocations(described: PodDescription, source: str) -> dict[str, range]:
-    """Return the IPUs of each allocation. Raises PlanError if an allocation's IPU-Machines are not adjacent."""
+    """Return the IPUs of each named part of a pod. Raises PlanError if its IPU-Machines are no neighbours."""
     last, found = described.num_machines - 1, {}
     for name, machines in (described.allocations or {}).items():
         if not _SAFE.fullmatch(name):

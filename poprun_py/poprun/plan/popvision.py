@@ -1,4 +1,4 @@
-"""Variables with which PopTorch programs ask for a profile; poprun makes a trace for such variables. Pure."""
+"""The environment variables with which PopTorch programs ask for a profile, which poprun records as a trace."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _REPORTS: Final = ("autoReport.all", "autoReport.outputExecutionProfile")
 
 
 def asked_trace(variables: Mapping[str, str]) -> TraceSettings | None:
-    """Return the trace that ``variables`` ask for, or None; the engine's directory has priority over PVTI's."""
+    """Return the settings of the trace that PopTorch's ``variables`` ask for; None if they ask for none."""
     engine = _options(variables.get(ENGINE_OPTIONS, ""))
     if engine and any(_is_on(engine.get(name)) for name in _REPORTS):
         return TraceSettings(folder=str(engine.get("autoReport.directory") or _HERE), seconds=_SECONDS)

@@ -25,7 +25,7 @@ RECORDER_LENGTHS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_CALLS = 256  # calls that torch's recorder keeps; reading all takes 3 ms, every few seconds
 
 STARTUP_FOLDER: Final = os.path.join(os.path.dirname(os.path.dirname(contract.__file__)), "startup")
-"""The folder with the code that Python runs first under poprun: see `popdist.startup.sitecustomize`."""
+"""The folder with the code that Python runs first in each program: see `popdist.startup.sitecustomize`."""
 
 PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "VIRTUAL_ENV")
 PASSED_PREFIXES: Final = (
@@ -50,23 +50,23 @@ CACHES: Final = {
     **makers.CACHES,
     "POPTORCH_CACHE_DIR": "",
 }
-"""Variables that say where compiled programs are kept, each with its folder in the common directory of caches."""
+"""Environment variables for the folders of compiled programs, each with its folder below poprun's cache folder."""
 
 
 def check_folder_name(option: str, job_id: str) -> None:
-    """Check that ``job_id`` can be the name of a folder. Raises PlanError if it cannot."""
+    """Raise PlanError if the job id ``job_id`` cannot be the name of a folder."""
     if job_id in {".", ".."} or "/" in job_id:
         raise PlanError(f"{option}: a job called {job_id!r} can have no folder: set another POPDIST_JOB_ID")
 
 
 def wished_job_id(user: Mapping[str, str]) -> str:
-    """Return the job id that the user has set, so that a repeated job keeps its name; an empty text if not set."""
+    """Return the job id that the user has set, so that a repeated job keeps its name; "" if there is none."""
     # a program of a job that starts another job passes its own id on without intention
     return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
 
 
 def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """Return the user's variables for other hosts; in ``named``, ``A*`` means every name that begins with A."""
+    """Return the user's variables to send to other hosts; ``A*`` in ``named`` means all that begin with A."""
     # variables of a machine or a login stay here, and so do secrets, because the connection is not encrypted
     beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     return {
@@ -81,7 +81,7 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
 
 
 def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the MPI launcher, and of the programs on this host, for a job on several hosts."""
+    """Return the variables for the MPI launcher of a job on several hosts, and for programs here."""
     # Hydra sends all its variables to every host unencrypted, so it gets only harmless and necessary variables
     own = {
         name: value
@@ -92,19 +92,19 @@ def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
-    """Return the variables that name the network interface for torch and NCCL, unless the user has set them."""
+    """Return variables with the network ``interface`` for torch and NCCL that the user has not set."""
     return {name: interface for name in _INTERFACE_NAMES if name not in user}
 
 
 def hash_seed(user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that gives sets of strings the same order everywhere; {} if the user has set it."""
+    """Return PYTHONHASHSEED, which makes sets of strings have one order on all instances; {} if it is set."""
     return {} if HASH_SEED in user else {HASH_SEED: "0"}
 
 
 def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
-    """Return the variables that poprun adds to the environment ``user`` for instance ``index`` of ``plan``.
+    """Return the variables that poprun adds to the environment ``user`` of instance ``index``.
 
     The result contains the variables that the user gave with poprun's options.
     """
@@ -137,7 +137,7 @@ def program_environment(
 
 
 def _masks(plan: LaunchPlan, index: int, user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that say which devices a program sees, and how the runtime numbers the devices."""
+    """Return the variables that select the GPUs that a program sees, and the order in which they are numbered."""
     if not plan.devices:
         return dict(maker.hiding for maker in makers.MAKERS.values()) if plan.vipu.is_offline else {}
     maker = makers.MAKERS[plan.maker]
@@ -149,7 +149,7 @@ def _masks(plan: LaunchPlan, index: int, user: Mapping[str, str]) -> dict[str, s
 def _trace_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None
 ) -> dict[str, str]:
-    """Return the variables that say what a program records for a trace; {} if the job has no trace."""
+    """Return the variables that say what a program records for a trace; {} if nothing is traced."""
     trace = plan.trace
     if trace.folder is None or start is None:
         return {}

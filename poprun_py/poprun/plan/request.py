@@ -1,4 +1,4 @@
-"""The request: what the user asked for, before anything is known about the machine, with defaults and checks.
+"""The request: everything that the user asks of a job, before facts about the machine are known, and checks.
 
 Replicas divide over instances, instances divide over hosts, and every count is at least 1. An error says what was
 asked, which rule is broken, and the nearest legal choices. The settings for output, ending, hosts and virtual IPUs
@@ -24,7 +24,7 @@ MAX_COUNT: Final = 2**20  # largest number of instances or replicas, because pop
 _NUM_CHOICES: Final = 3
 
 TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stage", "shard", "stream")
-"""The fields that the template of a tag may contain."""
+"""The fields that the template of an output line's tag may contain."""
 
 POPRUN_TAG: Final = "[1,{instance}]<{stream}>:"  # PopRun's tag, for --tag-output
 USUAL_TAG: Final = "[{instance}] "
@@ -36,7 +36,7 @@ _MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSettings:
-    """The settings for showing and keeping the programs' output."""
+    """The settings for printing the programs' output and storing it in logs."""
 
     shown_instances: tuple[int, ...] | None = None  # the instances whose output is shown, ascending; None for all
     # whether lines start with a tag; None: only with several instances or with ``tag_format``
@@ -49,7 +49,7 @@ class OutputSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndingSettings:
-    """The time limits of a job, its restarts, and the reports about it."""
+    """The time limits of a job, its number of restarts, and its reports."""
 
     stop_timeout_seconds: float = 5.0  # time between the request to stop and the kill of a program
     start_timeout_seconds: float = 60.0  # time in which all instances must start
@@ -66,7 +66,7 @@ class EndingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSettings:
-    """The settings for reaching the hosts of a job."""
+    """The settings for connections to the hosts of a job."""
 
     subnet: str | None = None  # network of the job, such as ``10.0.0.0/16``; None: the network that ssh uses
     ssh_config: str | None = None  # file with the configuration of ssh; None: the user's usual file
@@ -76,7 +76,7 @@ class RemoteSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VipuSettings:
-    """The settings for the virtual IPUs of a job, and for the pool or server that hands them out."""
+    """The settings for the virtual IPUs of a job, and for the pool or server that leases them."""
 
     partition: str | None = None  # name of the partition to use or create, or None
     partition_attempts: int = 1  # number of attempts if the partition is not ready
@@ -107,12 +107,12 @@ class LauncherChoice(StrEnum):
 
 
 TRACED_STEPS: Final = range(5, 10)
-"""The steps that a trace records if the user does not choose steps."""
+"""The steps of the optimizer that a trace records if the user does not choose steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSettings:
-    """The settings of a trace: its folder, and the steps or seconds that it records."""
+    """The settings of a trace (profile) of a job: its folder, and which steps or seconds it records."""
 
     folder: str | None = None  # directory of the trace, absolute or below the working directory; None: no trace
     steps: range | None = None  # steps of the optimizer, from 0; None: ``TRACED_STEPS``, or ``seconds`` if given
@@ -124,7 +124,7 @@ NO_TRACE: Final = TraceSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMapping:
-    """The mapping of ``--parallelism``, given as words or as a file that `poprun-size` saved."""
+    """The mapping (tensor, pipeline, replicas) of ``--parallelism``, from words or from a file."""
 
     text: str  # the words or the name of the file, as the user wrote it
     tensor: int = 1  # number of instances that share each layer
@@ -190,7 +190,7 @@ class LaunchRequest:
 
 
 def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:
-    """Check that ``output`` is possible for ``num_instances``; tags need ``has_mesh`` to name stages or shards."""
+    """Raise PlanError if ``output`` is impossible; only with ``has_mesh`` tags can name stages or shards."""
     unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
     if unknown:
         raise PlanError(
@@ -205,7 +205,7 @@ def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool =
 
 
 def check_ending(ending: EndingSettings) -> None:
-    """Check that the values of ``ending`` are possible."""
+    """Raise PlanError if a time limit, number of restarts or report file in ``ending`` is impossible."""
     _check_seconds("--stop-timeout", ending.stop_timeout_seconds, may_be_zero=True)
     for option, seconds in (
         ("--start-timeout", ending.start_timeout_seconds),
@@ -227,7 +227,7 @@ def check_ending(ending: EndingSettings) -> None:
 
 
 def check_remote(remote: RemoteSettings) -> None:
-    """Check that the values of ``remote`` are possible."""
+    """Raise PlanError if ssh's configuration file or the network in ``remote`` is impossible."""
     check_path("--ssh-config", remote.ssh_config)
     if remote.ssh_config is not None and len(remote.ssh_config.split()) != 1:
         raise PlanError(
@@ -245,7 +245,7 @@ def check_remote(remote: RemoteSettings) -> None:
 
 
 def check_trace(trace: TraceSettings) -> None:
-    """Check that the values of ``trace`` are possible."""
+    """Raise PlanError if the steps or seconds to record in ``trace`` are impossible or contradictory."""
     check_path("--trace", trace.folder)
     if trace.folder is None and (trace.steps is not None or trace.seconds is not None):
         raise PlanError("--trace-steps and --trace-seconds say how much to record: give --trace DIR, too")
@@ -266,13 +266,13 @@ def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
 
 
 def check_path(option: str, path: str | None) -> None:
-    """Check that ``path``, the value of ``option``, can be a path, if it is not None."""
+    """Raise PlanError if ``path``, the value of ``option``, is not None and cannot be a path."""
     if path is not None and (not path or "\0" in path):
         raise PlanError(f"{option} {path!r} is not possible: it is a path")
 
 
 def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
-    """Check that the values of ``vipu`` are possible in a job of ``num_instances`` instances."""
+    """Raise PlanError if the settings for virtual IPUs are impossible with ``num_instances`` instances."""
     check_count("--vipu-partition-attempts", vipu.partition_attempts)
     for option, count in (("--num-ilds", vipu.num_ilds), ("--ipus-per-host", vipu.ipus_per_host)):
         if count is not None:
@@ -303,7 +303,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
 
 
 def check_tag_format(template: str, *, has_mesh: bool = True) -> None:
-    """Check that ``template`` contains only known fields, and that its braces match."""
+    """Raise PlanError if the tag's ``template`` has an unknown field, or an unmatched brace."""
     known = [name for name in TAG_FIELDS if has_mesh or name not in ("stage", "shard")]
     fields = ", ".join(f"{{{name}}}" for name in known)
     for piece in _PIECE.finditer(template):
@@ -318,7 +318,7 @@ def check_tag_format(template: str, *, has_mesh: bool = True) -> None:
 
 
 def check_count(option: str, count: int, *, minimum: int = 1) -> None:
-    """Check that ``count``, the value of ``option``, is between ``minimum`` and ``MAX_COUNT``."""
+    """Raise PlanError if ``count``, the value of ``option``, is not from ``minimum`` to ``MAX_COUNT``."""
     if count < minimum:
         raise PlanError(f"{option} {count} is not possible: it must be at least {minimum}")
     if count > MAX_COUNT:
@@ -328,7 +328,7 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
 def check_counts(
     *, num_instances: int, num_replicas: int | None, num_hosts: int, instances_per_replica: int = 1
 ) -> None:
-    """Check that instances divide over hosts, and replicas over instances or instances over replicas."""
+    """Raise PlanError if instances do not divide over hosts, or replicas and instances over each other."""
     check_count("--num-instances", num_instances)
     if num_replicas is not None:
         check_count("--num-replicas", num_replicas)
@@ -341,7 +341,7 @@ def check_counts(
 
 
 def check_ipus_per_replica(ipus_per_replica: int, instances_per_replica: int) -> None:
-    """Check that the virtual IPUs of a replica divide over the instances of the replica."""
+    """Raise PlanError if a replica's virtual IPUs do not divide over the replica's instances."""
     check_count("--ipus-per-replica", ipus_per_replica)
     if ipus_per_replica % instances_per_replica:
         nearest = _choices(_multiples_around(ipus_per_replica, instances_per_replica), "virtual IPU")
@@ -352,7 +352,7 @@ def check_ipus_per_replica(ipus_per_replica: int, instances_per_replica: int) ->
 
 
 def legal_instances(num_replicas: int, num_hosts: int, instances_per_replica: int = 1) -> list[int]:
-    """Return the possible numbers of instances for ``num_replicas``: ascending multiples of ``num_hosts``."""
+    """Return the numbers of instances, ascending, that fit ``num_replicas`` and divide over the hosts."""
     if instances_per_replica > 1:
         counts: Iterable[int] = (num_replicas * instances_per_replica,)
     else:
@@ -361,7 +361,7 @@ def legal_instances(num_replicas: int, num_hosts: int, instances_per_replica: in
 
 
 def _check_shared(num_instances: int, num_replicas: int | None, num_hosts: int, size: int) -> None:
-    """Check the counts of a job in which ``size`` instances, more than one, share each replica."""
+    """Raise PlanError if the counts do not fit a job in which ``size`` instances share each replica."""
     step = math.lcm(size, num_hosts)
     if num_instances % step:
         hosts = f" and {num_hosts} hosts" if num_instances % num_hosts else ""
@@ -415,7 +415,7 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _multiples_around(number: int, step: int) -> list[int]:
-    """Return the largest multiple of ``step`` up to ``number`` and the next multiple, without 0."""
+    """Return the largest multiple of ``step`` up to ``number`` and the next one; never 0, no too large one."""
     below = number // step * step
     return [count for count in (below, below + step) if 0 < count <= MAX_COUNT]
 
@@ -426,7 +426,7 @@ def _nearest(counts: Iterable[int], wanted: int) -> list[int]:
 
 
 def _choices(counts: list[int], noun: str) -> str:
-    """Return counts in words, such as ``4 or 8 replicas``; an empty text for no counts."""
+    """Return ``counts`` with their noun as text, such as ``4 or 8 replicas``; "" if there are no counts."""
     if not counts:
         return ""
     *others, last = map(str, counts)

@@ -1,4 +1,4 @@
-"""Facts about a machine, which `poprun.hosts.probe` finds, and bindings of instances to cores. Pure."""
+"""Facts about a machine (cores, GPUs, MPI, Slurm), and bindings of instances to cores, as values. Pure."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ class MpiKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiRuntime:
-    """An installed MPI runtime with its launcher."""
+    """An MPI runtime that is installed on this machine, with the path of its launcher."""
 
     kind: MpiKind  # the family, which decides the launcher's options
     path: str  # absolute path of its ``mpiexec`` or ``mpirun``
@@ -26,12 +26,12 @@ class MpiRuntime:
 
     @property
     def launcher(self) -> str:
-        """The path of the launcher that poprun calls."""
+        """The path of the program with which poprun starts a job."""
         return self.forker or self.path
 
     @property
     def name(self) -> str:
-        """The name and version for people, such as ``MPICH 4.3.2``."""
+        """The name and version of the MPI runtime for messages, such as ``MPICH 4.3.2``."""
         return f"{'MPICH' if self.kind is MpiKind.MPICH else 'Open MPI'} {self.version}"
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class MpiRuntime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupant:
-    """A process that uses memory of a device."""
+    """A process that uses memory of a GPU."""
 
     pid: int
     user: str = ""  # the owner of the process; empty if unknown
@@ -51,7 +51,7 @@ class Occupant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A device of a machine, or a slice of a device that programs use like a device."""
+    """A GPU of a machine, or a slice of a GPU that a program uses like a GPU."""
 
     name: str  # its name in the maker's mask: a number such as ``3``, or a UUID
     uuid: str = ""  # the driver's name, the same for all users; empty if unknown
@@ -63,7 +63,7 @@ class Gpu:
 
     @property
     def is_free(self) -> bool:
-        """Whether no other job and no other process uses the device."""
+        """Whether no other job and no other process uses the GPU."""
         return not (self.occupants or self.is_leased)
 
 
@@ -83,7 +83,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The hosts, tasks and devices that Slurm has given to the Slurm job in which poprun runs."""
+    """The hosts, tasks and GPUs that Slurm has given to the Slurm job in which poprun runs."""
 
     job_id: str  # number of the Slurm job
     nodes: tuple[str, ...]  # names of the nodes in Slurm's order, at least one
@@ -99,7 +99,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """The facts that poprun found about the machine on which it runs."""
+    """The facts about the machine on which poprun runs: cores, GPUs, MPI, names, Slurm's job."""
 
     hostname: str
     host_aliases: frozenset[str]  # all names and addresses of this machine, also ``localhost``
@@ -118,12 +118,12 @@ class MachineFacts:
 
     @property
     def num_user_threads(self) -> int:
-        """The user's value of ``OMP_NUM_THREADS``; 0 if the variable is not set or is not a number."""
+        """The number in the user's variable ``OMP_NUM_THREADS``; 0 if it is not set or no number."""
         text = self.user_num_threads or ""
         return int(text) if text.isdecimal() else 0
 
     def within(self, allocation: Allocation | None) -> "MachineFacts":
-        """Return the facts of a node of ``allocation``: this machine's if it is a node, otherwise Slurm's."""
+        """Return the facts of a node of Slurm's job: this machine's if it is a node, else Slurm's."""
         if allocation is None or allocation.node_here is not None or self.hostname in allocation.nodes:
             return replace(self, allocation=allocation)
         return replace(
@@ -138,14 +138,14 @@ class MachineFacts:
         )
 
     def with_cores(self, cores: tuple[int, ...]) -> "MachineFacts":
-        """Return the facts restricted to the part of the machine that has the cores ``cores``."""
+        """Return the facts as if this machine had only the cores ``cores``."""
         if cores == self.cores:
             return self
         return replace(self, cores=cores, cpus=tuple(cpu for cpu in self.cpus if cpu.number in cores))
 
 
 class ProcessPlacement(StrEnum):
-    """The ways to place a host's instances on its cores; `poprun.plan.placement` explains each way."""
+    """The ways to bind a host's instances to its cores; `poprun.plan.placement` explains each way."""
 
     SPREADNUMA = "spreadnuma"
     COMPACT = "compact"
@@ -155,7 +155,7 @@ class ProcessPlacement(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """The cores and memory nodes to which some instances of a host are bound, the same on every host."""
+    """The cores and NUMA nodes to which some instances are bound, on every host alike."""
 
     instances: tuple[int, ...]  # indices among the instances of the host, ascending
     cores: tuple[int, ...]  # cores on which the instances' threads may run, ascending; at least one
@@ -163,12 +163,12 @@ class Binding:
     memory_nodes: tuple[int, ...]
 
     def holds(self, instance: int) -> bool:
-        """Whether the binding contains the instance ``instance``."""
+        """Whether the instance ``instance``, counted on its host, is bound to these cores."""
         position = bisect_left(self.instances, instance)
         return self.instances[position : position + 1] == (instance,)
 
     def share_of(self, instance: int) -> tuple[int, ...]:
-        """Return the share of ``instance``, at least one core, if instances divide the binding's cores."""
+        """Return the cores of ``instance``, at least one, if its instances divided the bound cores."""
         position, count = bisect_left(self.instances, instance), len(self.instances)
         first = position * len(self.cores) // count
         return self.cores[first : max(first + 1, (position + 1) * len(self.cores) // count)]

@@ -1,4 +1,4 @@
-"""Jobs for a cluster's own engine, written from a plan; the engine starts such a job without poprun.
+"""Jobs for Kubernetes and Slurm, written from a plan; the cluster then starts the program without poprun.
 
 Pure: the functions get values and return text. The module for Kubernetes is imported only when it is used.
 """
@@ -30,7 +30,7 @@ def emit_job(
     command: Sequence[str] = ("poprun",),  # the command with which a batch script makes the same plan
     user_num_threads: str = "",  # the user's OMP_NUM_THREADS on this machine
 ) -> str:
-    """Return ``plan`` as the text of a job of ``kind``. Raises UsageError if a needed value is missing."""
+    """Return the text of a cluster's job that runs ``plan``. Raises UsageError if a needed value is missing."""
     if not plan.program:
         raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
     if plan.threads_per_replica is None and re.fullmatch("[1-9][0-9]*", user_num_threads):
@@ -48,7 +48,7 @@ def emit_job(
 
 
 def job_name(plan: LaunchPlan) -> str:
-    """Return a job name, a label of RFC 1123, made from the program: ``/data/Train_2.py`` becomes ``train-2``."""
+    """Return a name for a cluster's job (RFC 1123), made from the program: ``train-2`` for ``Train_2.py``."""
     script = next((word for word in plan.program if word.endswith(".py")), plan.program[0])
     stem = os.path.basename(script).removesuffix(".py").lower()
     name = re.sub("[^a-z0-9]+", "-", stem)[:_MAX_NAME].strip("-")
@@ -56,7 +56,7 @@ def job_name(plan: LaunchPlan) -> str:
 
 
 def batch_script(plan: LaunchPlan, name: str, words: Sequence[str]) -> str:
-    """Return a script for sbatch(1) that asks for what ``plan`` needs and runs ``words``, a poprun command."""
+    """Return a script for Slurm's sbatch that requests what ``plan`` needs and runs the command ``words``."""
     if "\n" in plan.working_directory or "\r" in plan.working_directory:
         raise UsageError(f"--emit sbatch: the working directory {plan.working_directory!r} has a line break in it")
     lines = [f"#SBATCH --{option}={_quoted(value)}" for option, value in _directives(plan, name)]

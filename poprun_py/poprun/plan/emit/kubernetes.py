@@ -37,25 +37,23 @@ while IFS=': ' read -r host _; do
 done < {HOST_FILE}
 exec "$@"
 """
-"""A script that waits for the names of all pods: pods are ready before their names can be resolved, and an MPI
-launcher fails at the first unknown name.
-"""
+"""A shell script that waits until the names of all pods can be resolved: pods are ready earlier, and an MPI
+launcher fails at the first unknown name."""
 
 _SSH_WORDS: Final = "-o ConnectionAttempts=10"
 _SSH_VARIABLES: Final = {MpiKind.OPEN_MPI: "PRTE_MCA_plm_ssh_args", MpiKind.MPICH: "HYDRA_LAUNCHER_EXTRA_ARGS"}
-"""The variable in which each launcher reads more options for ssh, needed because a pod is ready before its sshd.
-"""
+"""For each MPI, the variable with more options for ssh, which must retry until a pod's sshd is ready."""
 
 _IMPLEMENTATIONS: Final = {MpiKind.OPEN_MPI: "OpenMPI", MpiKind.MPICH: "MPICH"}
 
 _PORT: Final = 29500  # port at which instance 0 of a JobSet listens; each pod has its own ports
 _GROUP: Final = "instance"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-"""The path of the pod's index in the pod's own description, from which a variable gets its value."""
+"""The path of a pod's index in the pod's description, from which Kubernetes sets an environment variable."""
 
 
 def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
-    """Return ``plan`` as an MPIJob in YAML, for the plan's kind of MPI, or for Open MPI if the plan has no MPI."""
+    """Return ``plan`` as an MPIJob in YAML, for the plan's kind of MPI, or for Open MPI if the plan has none."""
     kind = plan.mpi.kind if plan.mpi else MpiKind.OPEN_MPI
     words = ("sh", "-c", _WAIT_FOR_NAMES, "sh", *_launcher_words(plan, kind), *plan.program)
     launcher = {"containers": [_container(image, words, {_SSH_VARIABLES[kind]: _SSH_WORDS})]}
@@ -78,7 +76,7 @@ def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
 
 
 def jobset(plan: LaunchPlan, name: str, image: str) -> str:
-    """Return ``plan`` as an indexed JobSet in YAML, with one pod for each instance."""
+    """Return ``plan`` as a JobSet in YAML, in which each instance is one pod."""
     # The set has one job, with index 0; the pod of instance 0 also has index 0.
     variables = {
         RANK: _INDEX,
@@ -108,7 +106,7 @@ def jobset(plan: LaunchPlan, name: str, image: str) -> str:
 
 
 def _launcher_words(plan: LaunchPlan, kind: MpiKind) -> tuple[str, ...]:
-    """Return the MPI launcher's command line, which contains the variables, because ssh passes no variables on."""
+    """Return the command line of mpirun or mpiexec, with all variables, because ssh does not pass them on."""
     total, per_host = str(plan.num_instances), str(plan.num_instances_per_host)
     variables = _common_variables(plan)
     if kind is MpiKind.MPICH:
@@ -122,7 +120,7 @@ def _launcher_words(plan: LaunchPlan, kind: MpiKind) -> tuple[str, ...]:
 
 
 def _common_variables(plan: LaunchPlan) -> dict[str, str]:
-    """Return the variables that are the same in all instances of ``plan``, with the user's own variables."""
+    """Return the environment variables that are the same in all instances of ``plan``."""
     if plan.instance_variables:
         raise UsageError(
             "--instance-mpi-local-args: the pods of a job are all alike; let the program choose by its instance"
@@ -132,7 +130,7 @@ def _common_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the container of a pod; ``$`` becomes ``$$``, because Kubernetes would replace ``$(NAME)``."""
+    """Return a pod's container; ``$`` becomes ``$$``, because Kubernetes would replace ``$(NAME)``."""
     entries = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": value}}}
         if value == _INDEX
@@ -145,7 +143,7 @@ def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str]
 
 
 def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: int) -> dict[str, Any]:
-    """Return a pod with what ``num_instances`` instances need: GPUs or cores, shared memory, and time to stop."""
+    """Return a pod with what ``num_instances`` instances need: GPUs or cores, shared memory, time to stop."""
     resources: dict[str, Any] = {}
     if plan.devices:
         num_devices = min(num_instances * plan.num_devices_per_instance, len(plan.devices))
@@ -162,13 +160,13 @@ def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: i
 
 
 def _deadline_seconds(plan: LaunchPlan) -> dict[str, int]:
-    """Return ``activeDeadlineSeconds`` if the job has a time limit; otherwise an empty dict."""
+    """Return Kubernetes's field ``activeDeadlineSeconds`` if the job has a time limit; {} if not."""
     limit = plan.ending.timeout_seconds
     return {} if limit is None else {"activeDeadlineSeconds": max(1, math.ceil(limit))}
 
 
 class _Dumper(yaml.SafeDumper):
-    """A writer of YAML that writes a text with several lines as a literal block."""
+    """A YAML writer that writes a text of several lines as a literal block."""
 
 
 _Dumper.add_representer(
@@ -178,7 +176,7 @@ _Dumper.add_representer(
 
 
 def _manifest(plan: LaunchPlan, name: str, api_version: str, kind: str, spec: Mapping[str, Any]) -> str:
-    """Return an object of Kubernetes as YAML, below two comment lines with the job's sizes and program."""
+    """Return an object of Kubernetes as YAML text, after two comment lines about the job and its program."""
     values = {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=False)
     words = re.sub(r"[^ -~]+", "?", shlex.join(plan.program))

@@ -1,4 +1,4 @@
-"""A plan as text, in the format that was asked for.
+"""The plan of a job as text, in the format that the user chose.
 
 Pure: values in, text out. Each format is a module of its own that is imported on use, so that starting a job pays
 for none of them.
@@ -21,7 +21,7 @@ def render_plan(
     has_color: bool = False,
     details: "Details | None" = None,
 ) -> str:
-    """``plan`` as text that ends with a line break; ``width``, ``has_color`` and ``details`` are for the table."""
+    """Return ``plan`` as text in the format ``topology_format``; the other arguments are for the table."""
     match topology_format:
         case TopologyFormat.TABLE:
             from poprun.plan.render.table import render_table

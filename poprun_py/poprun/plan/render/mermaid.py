@@ -1,4 +1,4 @@
-"""A plan as a Mermaid flowchart, for Markdown pages that draw such: https://mermaid.js.org/syntax/flowchart.html.
+"""A plan as a Mermaid flowchart for Markdown pages: https://mermaid.js.org/syntax/flowchart.html.
 
 A box is an instance, a frame a host or an IPU-Link domain; invisible links put them into rows. Mermaid
 draws no text longer than 50,000 characters, so a plan of more than 64 instances is folded.
@@ -27,7 +27,7 @@ _FILLS: Final = ("#91c3f6", "#e9b082", "#8ecfa4", "#dfa9da", "#71d0d5", "#f2a7a1
 
 
 def render_mermaid(plan: LaunchPlan) -> str:
-    """``plan`` as the text of a Mermaid diagram."""
+    """Return ``plan`` as the text of a Mermaid flowchart: instances as boxes, in frames of hosts."""
     lines = [f"%% poprun: {size_of(plan)}", "flowchart TB"]
     most, least = (count * plan.num_ipus_per_instance for count in (_MAX_INSTANCES, _FOLDED_INSTANCES))
     scene = make_scene(plan, max_ipus=most, folded_ipus=least)
@@ -71,7 +71,7 @@ def _host(scene: Scene, host: int, position: int, framed: Framing) -> Iterator[s
 
 
 def _domain(name: str, number: int, inside: list[str], indent: str) -> Iterator[str]:
-    """The frame of an IPU-Link domain."""
+    """Yield Mermaid's lines for the frame of an IPU-Link domain, with the lines ``inside`` in the frame."""
     yield f'{indent}subgraph {name}["ILD {number}"]'
     yield f"{indent}  direction TB"
     yield from _indented(inside)
@@ -97,10 +97,10 @@ def _gap(description: str, name: str) -> str:
 
 
 def _links(names: list[str], columns: int) -> Iterator[str]:
-    """Invisible links from each box to the one below it."""
+    """Yield Mermaid's lines for invisible links from each box to the box below, which put boxes into rows."""
     return (f"  {name} ~~~ {below}" for name, below in zip(names, names[columns:], strict=False))
 
 
 def _escaped(text: str) -> str:
-    """``text`` with entities for what Mermaid would read."""
+    """Return ``text`` with entities for all characters that Mermaid could take for its own syntax."""
     return "".join(char if char.isalnum() or char in " .,:-_[]/+" else f"#{ord(char)};" for char in text)

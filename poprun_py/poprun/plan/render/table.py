@@ -1,4 +1,4 @@
-"""A plan as a table for a person: hosts, instances, replicas, virtual IPUs.
+"""A plan as a table for users: a row for each instance, with its host, replicas, virtual IPUs and GPUs.
 
 A large plan is folded: the first host stands for all the hosts like it, and the first instances of a host for the
 others, so any plan fits a screen.
@@ -23,7 +23,7 @@ from poprun.text.screen import visible
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """The commands, options and variables that ``-v`` adds to the table."""
+    """The commands, options and environment variables that ``-v`` adds to the printed table of a plan."""
 
     command: tuple[str, ...]  # argv of the first command that poprun starts
     num_commands: int  # how many such commands there are
@@ -41,27 +41,27 @@ _MAX_HOSTS_LENGTH: Final = 30
 _MAX_VALUE_LENGTH: Final = 24  # a longer value pushes its origin to the right
 _IPUS: Final = "virtual IPUs"
 _PLACES: Final = ("stage", "shard", "part")
-"""The columns of a shared replica, of which a plan has those that say where in it an instance is."""
+"""The columns for the place of an instance in a shared replica; a table has only those that the plan uses."""
 
 _HEADINGS: Final = ("host", "instance", "replicas", *_PLACES, _IPUS, "device")
 _STYLES: Final = ("bold", "green", "yellow", "yellow", "yellow", "yellow", "magenta", "cyan")
 _FOLDED_HOSTS: Final = "the same on each"
 _FOLDED_INSTANCES: Final = "and so on"
 _KEPT: Final = "\n\t" + "".join(map(chr, range(0xDC80, 0xDD00)))
-"""Ends of lines, and bytes of names that are no text (PEP 383)."""
+"""Characters that stay as they are: line breaks, and bytes of names that are no text (PEP 383)."""
 
 _FOLDED: Final = (_FOLDED_HOSTS, _FOLDED_INSTANCES)
 
 
 def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Details | None) -> str:
-    """``plan`` as a table of ``width`` columns at most, but never fewer than 40; coloured if ``has_color``."""
+    """Return ``plan`` as a table at most ``width`` columns wide, but at least 40; coloured if ``has_color``."""
     title = Text.assemble((f"{'poprun':<11}", "bold cyan"), size_of(plan))
     facts = [Text.assemble((f"{label:<11}", "bold"), _shown(value)) for label, value in _facts(plan, details)]
     return terminal_text(title, "", _placements(plan, width), "", *facts, width=width, has_color=has_color)
 
 
 def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> str:
-    """The parts one below the other, as text for a terminal, without blanks at the ends of lines."""
+    """Return tables and texts, one below the other, as text for a terminal ``width`` columns wide."""
     lines = StringIO()
     console = Console(
         file=lines,
@@ -94,12 +94,12 @@ def _placements(plan: LaunchPlan, width: int) -> Table:
 
 
 def _shown(text: str) -> str:
-    """``text`` without control codes of terminals: a plan file may be another user's."""
+    """Return ``text`` with escaped control codes, because another user may have written them into a plan file."""
     return visible(text, keeps=_KEPT)
 
 
 def _rows(plan: LaunchPlan) -> Iterator[Sequence[str]]:
-    """The rows of every host, or of the first and the last with one between them for those left out."""
+    """Yield the table's rows of all hosts; of many hosts the first, one row for the middle ones, and the last."""
     num_hosts = len(plan.hosts)
     if num_hosts <= _MAX_HOSTS:
         for host_index in range(num_hosts):
@@ -114,7 +114,7 @@ def _rows(plan: LaunchPlan) -> Iterator[Sequence[str]]:
 
 
 def _host_rows(plan: LaunchPlan, host_index: int) -> Iterator[Sequence[str]]:
-    """The rows of one host's instances, those in the middle folded into one when they are many."""
+    """Yield the rows of a host's instances; if they are many, one row stands for those in the middle."""
     indices = instances_of_host(plan, host_index)
     num_shown = len(indices) if len(indices) <= _MAX_INSTANCES else _NUM_SHOWN
     yield _instance_row(plan, indices[0], plan.hosts[host_index])
@@ -130,7 +130,7 @@ def _instance_row(plan: LaunchPlan, index: int, host: str = "") -> Sequence[str]
 
 
 def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
-    """The instances from ``first`` up to ``last``, that one left out, as one row's cells."""
+    """Return the cells of the row for the instances from ``first`` up to, but without, ``last``."""
     instances, size = range(first, last), plan.parallelism.instances_per_replica
     places = [plan.parallelism.place_of(index) for index in instances[:size]]
     numbers_of = ((place[name] for place in places if name in place) for name in _PLACES)
@@ -141,7 +141,7 @@ def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
 
 
 def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str]]:
-    """Labels and values of what holds for every instance, and of what ``-v`` adds."""
+    """Yield label and text of each line below the table: facts about all instances, and ``-v``'s details."""
     yield from _bindings(plan)
     yield from facts_of(plan).items()
     if details is not None:
@@ -158,14 +158,14 @@ def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str
 
 
 def _origins(details: Details) -> Iterator[tuple[str, str]]:
-    """A line for each option, its value and where it comes from, in columns."""
+    """Yield a line for each option: its name, its value, and where the value comes from."""
     names, values = (max((len(row[column]) for row in details.origins), default=0) for column in (0, 1))
     for index, (name, value, origin) in enumerate(details.origins):
         yield "" if index else "options", f"{name:<{names}}  {value:<{min(values, _MAX_VALUE_LENGTH)}}  {origin}"
 
 
 def _bindings(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
-    """What the instances of a host are bound to, those in the middle left out when they are many."""
+    """Yield lines that say to which cores a host's instances are bound; of many bindings only some."""
     bindings = plan.bindings
     if not bindings:
         return

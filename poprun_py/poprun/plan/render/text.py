@@ -1,4 +1,4 @@
-"""A plan as PopRun's own ASCII table: rows of hosts, ILDs (IPU-Link domains), instances, bound cores, replicas.
+"""A plan as the ASCII table that PopRun prints: rows of hosts, IPU-Link domains (ILDs), instances, replicas.
 
 A cell spans what belongs to it in the rows below. A table wider than ``MAX_WIDTH`` is folded from the bottom
 up: the replicas of an instance into one range, then the instances of a host, then the hosts.
@@ -21,18 +21,18 @@ _MAX_HOSTS_LENGTH: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The rows of a table, by label; the cells of each row span equally many cells of the last row."""
+    """The rows of an ASCII table, by label; the cells of a row are all equally wide."""
 
     rows: Mapping[str, Sequence[str]]
 
     @property
     def leaves(self) -> Sequence[str]:
-        """The last row."""
+        """The last row of the table, which has the most cells."""
         return [*self.rows.values()][-1]
 
     @property
     def leaf_width(self) -> int:
-        """Width of a cell of the last row such that every text above fits its span."""
+        """The width of a cell of the last row with which all cells of all rows have room for their text."""
         num_leaves = len(self.leaves)
         widest = max(map(len, self.leaves))
         for row in self.rows.values():
@@ -43,12 +43,12 @@ class _Cells:
 
     @property
     def width(self) -> int:
-        """Columns of everything to the right of the labels."""
+        """The number of columns to the right of the labels."""
         return len(self.leaves) * (self.leaf_width + 3) - 1
 
 
 def render_text(plan: LaunchPlan) -> str:
-    """``plan`` as a table of ASCII characters."""
+    """Return ``plan`` as PopRun's ASCII table of hosts, instances and replicas."""
     for cells in _foldings(plan):
         if cells.width <= MAX_WIDTH:
             break
@@ -70,7 +70,7 @@ def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
 
 
 def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[str]]) -> _Cells:
-    """A table with a cell for each IPU-Link domain where that divides its columns, else with one for all."""
+    """Return a table with a cell for each IPU-Link domain if the columns divide so, else with one for all."""
     shown = {label: row for label, row in rows.items() if row}
     divides = len(_Cells(shown).leaves) % plan.num_ilds == 0
     ilds = _items(plan.num_ilds) if divides else [fold_numbers(range(plan.num_ilds))]
@@ -78,7 +78,7 @@ def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[s
 
 
 def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:
-    """The tables from the fullest to the narrowest; those with too many cells to fit are left out."""
+    """Yield tables of the plan, each with less detail than the one before; too large ones are left out."""
     num_hosts, num_instances, num_replicas = len(plan.hosts), plan.num_instances, plan.num_replicas
     if plan.parallelism.is_shared and num_instances <= MAX_WIDTH:
         yield _cells(plan, plan.hosts, _shared_rows(plan))
@@ -101,7 +101,7 @@ def _rows(
 
 
 def _shared_rows(plan: LaunchPlan) -> Mapping[str, Sequence[str]]:
-    """The rows of replicas that instances share, each with a cell for each instance below it."""
+    """Return the table's rows for replicas that instances share: replicas, stages, shards, instances."""
     size, tensor = plan.parallelism.instances_per_replica, plan.parallelism.tensor
     places = [plan.parallelism.place_of(index) for index in range(plan.num_instances)]
     return {
@@ -115,7 +115,7 @@ def _shared_rows(plan: LaunchPlan) -> Mapping[str, Sequence[str]]:
 
 
 def _ranges(plan: LaunchPlan, num_parts: int) -> tuple[list[str], list[str]]:
-    """The instances dealt to ``num_parts`` ranges, and the replicas of each."""
+    """Return the texts of ``num_parts`` equal ranges of instances, and the texts of the replicas of each range."""
     size = plan.num_instances // num_parts
     instances = [range(part * size, (part + 1) * size) for part in range(num_parts)]
     return [*map(fold_numbers, instances)], [fold_numbers(plan.replicas_of(part)) for part in instances]
@@ -126,6 +126,6 @@ def _items(count: int) -> list[str]:
 
 
 def _bound_cores(plan: LaunchPlan) -> list[str]:
-    """The cores that each instance is bound to; nothing when none is."""
+    """Return for each instance the text of the cores it is bound to; [] if instances are not bound."""
     bindings = (instance.binding for instance in plan.instances()) if plan.bindings else ()
     return [fold_numbers(binding.cores) for binding in bindings if binding is not None]

@@ -1,4 +1,4 @@
-"""Words about a plan that several formats share."""
+"""Texts about a plan that several output formats use."""
 
 import shlex
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _MAX_HOSTS_LENGTH: Final = 60  # characters of a list of hosts; a longer one is 
 
 
 def size_of(plan: LaunchPlan) -> str:
-    """How large ``plan`` is, in one line."""
+    """Return one line with the size of ``plan``: numbers of instances, replicas, virtual IPUs and hosts."""
     return " · ".join(
         [
             counted(plan.num_instances, "instance"),
@@ -25,7 +25,7 @@ def size_of(plan: LaunchPlan) -> str:
 
 
 def _sharing_of(plan: LaunchPlan) -> str:
-    """How the instances of a replica share it, such as `` of 4 instances (2 stages of 2 shards)``, or ""."""
+    """Return the text on how instances share a replica: `` of 4 instances (2 stages of 2 shards)``, or ""."""
     parallelism = plan.parallelism
     if not parallelism.is_shared:
         return ""
@@ -35,7 +35,7 @@ def _sharing_of(plan: LaunchPlan) -> str:
 
 
 def stands_for(instance: InstancePlan) -> str:
-    """What the virtual IPUs of ``instance`` are here: ``GPUs 1,3``, ``cores 0-7``, ``GPU 0 in turns``."""
+    """Return the devices behind an instance's virtual IPUs: ``GPUs 1,3``, ``cores 0-7``, ``GPU 0 in turns``."""
     if not instance.devices:
         things = numbered("core", instance.cores)
     elif all(name.isdecimal() for name in instance.devices):
@@ -47,20 +47,20 @@ def stands_for(instance: InstancePlan) -> str:
 
 
 def bound_to(binding: Binding) -> str:
-    """What some instances are bound to: ``cores 0-7, memory of node 0``."""
+    """Return the cores and memory of a binding as text, such as ``cores 0-7, memory of node 0``."""
     memory = f", memory of {numbered('node', binding.memory_nodes)}" if binding.memory_nodes else ""
     return f"{numbered('core', binding.cores)}{memory}"
 
 
 def domains_of(plan: LaunchPlan, instances: Sequence[int]) -> str:
-    """The IPU-Link domains of neighbouring instances: ``ILD 0``, ``ILDs 0-1``; nothing where all are one."""
+    """Return the IPU-Link domains of consecutive ``instances``, such as ``ILDs 0-1``; "" if there is only one."""
     if plan.num_ilds == 1:
         return ""
     return numbered("ILD", range(plan.ild_of(instances[0]), plan.ild_of(instances[-1]) + 1))
 
 
 def facts_of(plan: LaunchPlan) -> dict[str, str]:
-    """What holds for every instance of ``plan``, by label."""
+    """Return facts that hold for every instance of ``plan`` (launcher, threads, program), by label."""
     facts = {
         "launcher": _launcher_of(plan),
         "threads": _threads_of(plan),
@@ -73,20 +73,20 @@ def facts_of(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _launcher_of(plan: LaunchPlan) -> str:
-    """The launcher, with its MPI and Slurm job."""
+    """Return the name of the job's launcher, with its MPI version and Slurm job, if any."""
     slurm = "" if plan.remote.slurm_job is None else f", in Slurm's job {plan.remote.slurm_job}"
     return (f"mpi: {plan.mpi}" if plan.mpi else str(plan.launcher)) + slurm
 
 
 def _threads_of(plan: LaunchPlan) -> str:
-    """The threads of a replica, or of each instance that shares one, as ``OMP_NUM_THREADS`` will say."""
+    """Return the text on how many threads each replica has, or each instance if instances share replicas."""
     if plan.threads_per_replica is None:
         return "as OMP_NUM_THREADS says"
     return f"{plan.threads_per_replica} per {'instance' if plan.parallelism.is_shared else 'replica'}"
 
 
 def describe_host(plan: LaunchPlan, index: int) -> str:
-    """Everything that runs on host ``index``, in lines."""
+    """Return lines about host ``index``: its name, and its instances, replicas and virtual IPUs."""
     instances = instances_of_host(plan, index)
     lines = [
         f"host {plan.hosts[index]}",
@@ -99,7 +99,7 @@ def describe_host(plan: LaunchPlan, index: int) -> str:
 
 
 def describe_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
-    """What ``instance`` is, owns, and computes on, in lines."""
+    """Return lines about ``instance``: its host, replicas, virtual IPUs, devices and bound cores."""
     lines = [
         f"instance {instance.index}",
         f"on host {instance.host}, number {instance.local_index} there",
@@ -112,14 +112,14 @@ def describe_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
 
 
 def describe_more_instances(plan: LaunchPlan, instances: range) -> str:
-    """The instances that are left out of a host, in lines."""
+    """Return lines about the ``instances`` that a drawing of a host leaves out."""
     return "\n".join(
         [f"{counted(len(instances), 'more instance')}, each like its neighbours", *_ranges(plan, instances)]
     )
 
 
 def describe_more_hosts(plan: LaunchPlan, hosts: range) -> str:
-    """The hosts that are left out of a plan, in lines."""
+    """Return lines about the hosts with the indices ``hosts``, which a drawing of a plan leaves out."""
     names = fold_hosts(plan.hosts[hosts.start : hosts.stop])
     names = names if len(names) <= _MAX_HOSTS_LENGTH else f"{names[: _MAX_HOSTS_LENGTH - 1]}…"
     count = plan.num_instances_per_host
@@ -130,7 +130,7 @@ def describe_more_hosts(plan: LaunchPlan, hosts: range) -> str:
 
 
 def instances_of_host(plan: LaunchPlan, index: int) -> range:
-    """The indices of the instances of a host."""
+    """Return the range of the indices of the instances on host ``index``."""
     count = plan.num_instances_per_host
     return range(index * count, (index + 1) * count)
 

@@ -1,4 +1,4 @@
-"""A plan as a picture: hosts, instances, replicas and virtual IPUs.
+"""The picture of a plan as SVG or HTML: hosts, instances, replicas and virtual IPUs.
 
-`scene` says what is shown and framed, `drawing` where, how large and how, and `documents` makes a file of that.
+`scene` chooses what is drawn, `drawing` draws it, and `documents` makes SVG or HTML files of drawings.
 """

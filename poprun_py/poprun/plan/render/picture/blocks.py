@@ -1,4 +1,4 @@
-"""Blocks of SVG, and grids of equal blocks: each level of a picture is made of the blocks of the level below."""
+"""Blocks, which are groups of SVG elements with a size, and grids of equal blocks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,20 @@ _SHORT_ROW: Final = 0.5  # how much a short last row counts, as a logarithm of t
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A group of SVG elements in a rectangle of so many pixels, whose upper left corner is their origin."""
+    """A group of SVG elements with a size in pixels; the origin is the group's upper left corner."""
 
     size: tuple[int, int]
     children: Sequence[str]
     attributes: Mapping[str, object] = field(default_factory=dict)
 
     def at(self, x: int, y: int) -> str:
-        """Return the group as markup, with its corner at ``x`` and ``y``."""
+        """Return the SVG markup of the block with its upper left corner at ``x`` and ``y``."""
         return element("g", *self.children, **self.attributes, transform=f"translate({x} {y})")
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Equal cells in rows that are filled from the left."""
+    """A grid of equal cells, filled row by row from the left, which computes places."""
 
     num_cells: int
     num_columns: int
@@ -35,18 +35,18 @@ class Grid:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of all cells."""
+        """Width and height of the whole grid in pixels."""
         (width, height), num_rows = self.cell, -(-self.num_cells // self.num_columns)
         return self.num_columns * (width + self.gap) - self.gap, num_rows * (height + self.gap) - self.gap
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the corner of the cell ``index``."""
+        """Return the upper left corner of the cell with the index ``index``."""
         row, column = divmod(index, self.num_columns)
         return column * (self.cell[0] + self.gap), row * (self.cell[1] + self.gap)
 
 
 def grid(blocks: Sequence[Block], gap: int, max_width: int) -> Block:
-    """Put equal blocks in a grid of about the usual aspect, if possible without a short last row."""
+    """Return equal ``blocks`` in a grid, about 1.5 times as wide as high, at most ``max_width`` pixels wide."""
     count, cell = len(blocks), blocks[0].size
     width, height = cell[0] + gap, cell[1] + gap
     ideal = math.sqrt(count * _ASPECT * height / width)

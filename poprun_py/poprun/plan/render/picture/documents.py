@@ -1,7 +1,7 @@
-"""The picture of a plan as a document that needs nothing else, neither a network nor another file: SVG or HTML.
+"""The picture of a plan as an SVG or HTML file that loads nothing else.
 
-An SVG is dark where the reader prefers that. In an HTML page every thing tells what it is when it is pointed at or
-has the focus; the arrow keys move the focus.
+An SVG is dark if the reader prefers dark pages. An HTML page explains each host and instance under the mouse or
+the focus; the arrow keys move the focus.
 """
 
 import shlex
@@ -20,7 +20,7 @@ _MARGIN: Final = 24
 _LINE_HEIGHT: Final = 22
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What the page may load: nothing."""
+"""The policy of the HTML page: the browser loads nothing from a network or from other files."""
 
 _KEYS: Final = (
     "Point at a host or an instance to see what it is, or press <kbd>Tab</kbd> and then the arrow keys; "
@@ -29,7 +29,7 @@ _KEYS: Final = (
 
 
 def render_svg(plan: LaunchPlan) -> str:
-    """``plan`` as an SVG document."""
+    """Return the picture of ``plan`` as an SVG file, with a title and the program's command line."""
     drawing = draw(make_scene(plan), _with_title)
     title = f"poprun: {size_of(plan)}"
     width = max(drawing.size[0], text_width(title, 17)) + 2 * _MARGIN
@@ -47,12 +47,12 @@ def render_svg(plan: LaunchPlan) -> str:
 
 
 def render_fragment(plan: LaunchPlan) -> str:
-    """``plan`` as an SVG element for a page whose style sheet has that of pictures."""
+    """Return the picture of ``plan`` as an SVG element for an HTML page that contains `picture_css`."""
     return _picture(draw(make_scene(plan), _with_title), "img", size_of(plan))
 
 
 def render_html(plan: LaunchPlan) -> str:
-    """``plan`` as an HTML document."""
+    """Return the picture of ``plan`` as an HTML page, in which the mouse or arrow keys show details."""
     title = f"poprun: {size_of(plan)}"
     picture = _picture(draw(make_scene(plan), _focusable), "group", title)
     body = [
@@ -68,7 +68,7 @@ def render_html(plan: LaunchPlan) -> str:
 
 
 def _picture(drawing: Block, role: str, label: str) -> str:
-    """A drawing as an element of a page, with room for the lines at its edge."""
+    """Return ``drawing`` as an SVG element for an HTML page, with a margin of one pixel for its outer lines."""
     width, height = drawing.size[0] + 2, drawing.size[1] + 2
     box = f"-1 -1 {width} {height}"
     children = drawing.children
@@ -76,7 +76,7 @@ def _picture(drawing: Block, role: str, label: str) -> str:
 
 
 def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
-    """An HTML document that loads nothing."""
+    """Return an HTML page with ``body``, style sheet and script, which loads nothing from elsewhere."""
     lines = [
         "<!doctype html>",
         '<html lang="en">',
@@ -94,17 +94,17 @@ def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
 
 
 def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """The elements and attributes that describe a group in an SVG: a title, which viewers show."""
+    """Return the elements and attributes that explain an SVG group by ``words``: a title, shown by viewers."""
     return [element("title", escaped(words))], {}
 
 
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """The elements and attributes that describe a group in a page: a label, which its script shows."""
+    """Return the elements and attributes that explain an SVG group in a page: a label that a script shows."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 
 def picture_css() -> str:
-    """Return the colours of a picture in light and dark, as a style sheet."""
+    """Return the style sheet of plans' pictures: their colours for light and dark pages."""
     return _file("picture.css")
 
 

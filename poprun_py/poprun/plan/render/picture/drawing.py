@@ -1,7 +1,7 @@
-"""A scene drawn as blocks: virtual IPUs and replicas in instances, instances in hosts, hosts in a grid.
+"""The drawing of a plan in SVG: virtual IPUs and replicas in instances, instances in hosts, hosts in a grid.
 
-Each host, instance and gap is a group with a text that tells all about it. The more there is to see the smaller
-everything is, but never illegible.
+Each host, instance and gap is a group with a text that describes it. The more is drawn the smaller everything is,
+but always legible.
 """
 
 import math
@@ -30,12 +30,13 @@ MAX_WIDTH: Final = 1500  # of a picture whose parts allow it, so that it fits a 
 _LEGEND: Final = 34  # from the hosts to the base line of the legend
 _MIN_NAME: Final = 8  # characters of a host's name that every host has room for
 Description = Callable[[str, str], tuple[Sequence[str], Mapping[str, object]]]
-"""What tells a reader of a group what it is: its first elements and attributes, from its class and its words."""
+"""A function that returns the first elements and the attributes of an SVG group, which explain the group to a
+reader, given the class of the group and the words of the explanation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSizes:
-    """The sizes of the smallest parts of a picture, in pixels."""
+    """The sizes in pixels of the smallest parts of a picture: text, virtual IPUs, bars and gaps."""
 
     text: int
     chip: tuple[int, int]
@@ -46,7 +47,7 @@ class PartSizes:
 
     @property
     def heading(self) -> int:
-        """Height of a host's name with what is around it."""
+        """Height in pixels of the line with a host's name."""
         return self.text + 2 * self.space + 6
 
 
@@ -55,11 +56,11 @@ _SIZES: Final = (
     (256, PartSizes(text=12, chip=(37, 23), bar=18, space=4, max_bars=4)),
     (math.inf, PartSizes(text=11, chip=(32, 17), bar=15, space=2, max_bars=2)),
 )
-"""Each with the number of shown virtual IPUs up to which it is used."""
+"""The sizes of the parts of a picture, each with the largest number of drawn virtual IPUs for these sizes."""
 
 
 def draw(scene: Scene, describe: Description) -> Block:
-    """Draw ``scene`` as one block, with a legend below it."""
+    """Return the drawing of ``scene`` with a legend below it; ``describe`` explains each group to a reader."""
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
     drawer = _Drawer(scene, sizes, framing(scene), describe)
     picture = drawer.hosts()
@@ -70,7 +71,7 @@ def draw(scene: Scene, describe: Description) -> Block:
 
 
 class _Drawer:
-    """Draws one scene: all instances are of one size, and so are all hosts."""
+    """The drawing of one picture of a plan, in which all instances have one size, and all hosts one size."""
 
     def __init__(self, scene: Scene, sizes: PartSizes, framed: Framing, describe: Description) -> None:
         self.scene, self.plan, self.sizes, self.framed = scene, scene.plan, sizes, framed
@@ -86,7 +87,7 @@ class _Drawer:
         self.box = (max(width, self._widest_label()) + 2 * sizes.space, bottom)
 
     def hosts(self) -> Block:
-        """Draw the cards of all hosts, those of an IPU-Link domain of several hosts in a frame."""
+        """Return the drawing of all hosts, in frames of IPU-Link domains if a domain has several hosts."""
         space, framed = self.sizes.space, self.framed
         cards: list[Block] = []
         for host in self.scene.hosts:
@@ -99,7 +100,7 @@ class _Drawer:
         return grid(cards, 4 * space, MAX_WIDTH)
 
     def host(self, index: int) -> Block:
-        """Draw a card with a host's name and instances, in the frames of IPU-Machines and IPU-Link domains."""
+        """Return the drawing of a host: its name and instances, in frames of IPU-Machines and IPU-Link domains."""
         plan, sizes, space, framed = self.plan, self.sizes, self.sizes.space, self.framed
         boxes = [
             self.gap("instance", part, describe_more_instances(plan, part), self.box)
@@ -131,7 +132,7 @@ class _Drawer:
     def frames(
         self, class_: str, blocks: Sequence[Block], count: int, padding: int, gap: int, first: int = 0
     ) -> list[Block]:
-        """Draw frames around ``count`` blocks each; those of IPU-Link domains have numbers, from ``first`` on."""
+        """Return frames around every ``count`` of ``blocks``; domains have numbers, from ``first`` on."""
         size, space, frames = self.sizes.text, self.sizes.space, []
         top = padding + size + space if class_ == "ild" else padding
         for start in range(0, len(blocks), count):
@@ -144,7 +145,7 @@ class _Drawer:
         return frames
 
     def instance(self, instance: InstancePlan) -> Block:
-        """Draw a box with an instance's number, its virtual IPUs and its replicas."""
+        """Return the drawing of an instance: a box with its number, its virtual IPUs and its replicas."""
         sizes, size, width = self.sizes, self.sizes.text, self.box[0]
         title = self._label("instance", [instance.index])
         corner = ((width - self.chips.size[0]) // 2, self.tops[1])
@@ -167,7 +168,7 @@ class _Drawer:
         return self.described(hue, describe_instance(self.plan, instance), self.box, children)
 
     def bands(self, corner: tuple[int, int]) -> Iterator[str]:
-        """Draw bands behind the virtual IPUs of an instance, one for each IPU-Machine: four in a row."""
+        """Yield bands behind an instance's virtual IPUs, one band for each IPU-Machine of four IPUs."""
         (width, height), space = self.sizes.chip, self.sizes.space
         side = space // 2 if self.chips.num_columns > IPUS_PER_MACHINE else space - 1
         size = (IPUS_PER_MACHINE * (width + space) - space + 2 * side, height + space - 2)
@@ -177,12 +178,12 @@ class _Drawer:
             yield rect(size, place, "machine band", rx=space)
 
     def labelled(self, class_: str, word: str, place: tuple[int, int], size: tuple[int, int]) -> tuple[str, str]:
-        """Draw a virtual IPU or a bar, with ``word`` in its middle."""
+        """Return a rectangle, which is a virtual IPU or a bar, and the text ``word`` in its middle."""
         middle_of_line = (place[0] + size[0] // 2, middle(place[1], size[1], self.sizes.text))
         return rect(size, place, class_, rx=self.sizes.text // 4), text(word, middle_of_line, self.sizes.text)
 
     def gap(self, noun: str, items: range, words: str, size: tuple[int, int]) -> Block:
-        """Draw a dashed box for what is left out."""
+        """Return a dashed box that stands for the hosts or instances ``items``, which are not drawn."""
         (width, height), sizes = size, self.sizes
         line = sizes.text * 3 // 2
         count, nouns = counted(len(items), noun).split()
@@ -195,17 +196,17 @@ class _Drawer:
         return self.described("more", words, size, children)
 
     def described(self, class_: str, words: str, size: tuple[int, int], children: Sequence[str]) -> Block:
-        """Return a block that tells what it is, on a line of its own."""
+        """Return a group of SVG elements with the explanation ``words`` for a reader."""
         first, attributes = self.describe(class_, words)
         return Block(size, [*first, *children, "\n"], {"class_": class_, **attributes})
 
     @property
     def _room(self) -> int:
-        """Width of what stands in a host: frames and cards around it take the rest."""
+        """The largest width in pixels of what is drawn in a host, without frames and margins."""
         return MAX_WIDTH - 16 * self.sizes.space
 
     def _bar_labels(self, instance: InstancePlan) -> list[str]:
-        """Return the texts of an instance's bars: a replica or a number of its place on each, or all on one."""
+        """Return the texts of an instance's bars: one for each replica or part, or one text for all."""
         replicas, place = instance.replicas, self.plan.parallelism.place_of(instance.index)
         if place and self.has_words and len(place) <= self.sizes.max_bars:
             return [f"{name} {number}" for name, number in place.items()]
@@ -216,30 +217,30 @@ class _Drawer:
         return [self._label("replica", [replica]) for replica in replicas]
 
     def _widest_label(self) -> int:
-        """Return the width of the widest label of an instance: those with the highest numbers."""
+        """Return the width of the widest text in an instance, by the instance with the highest number."""
         sizes, last = self.sizes, self.plan.instance(self.plan.num_instances - 1)
         labels = [self._label("instance", [last.index]), *self._bar_labels(last)]
         labels += [stands_for(last)[:24]] if sizes.is_wordy else []
         return max(text_width(words, sizes.text) for words in labels) + sizes.space
 
     def _label(self, noun: str, numbers: Sequence[int]) -> str:
-        """Return what is written on an instance or a replica."""
+        """Return the text on an instance or a replica: its noun and numbers, or only numbers if room is small."""
         return numbered(noun, numbers) if self.has_words else fold_numbers(numbers)
 
 
 def hue_of(plan: LaunchPlan, instance: InstancePlan) -> int:
-    """Return the colour of an instance: each has its own, or those of a shared replica have one."""
+    """Return the number of an instance's colour; instances that share a replica have the same colour."""
     number = instance.part.replica if plan.parallelism.is_shared else instance.index
     return number % NUM_HUES
 
 
 def _chip_columns(num_chips: int) -> int:
-    """Return how many virtual IPUs stand in a row: four, as in an IPU-Machine, or a multiple."""
+    """Return how many of an instance's ``num_chips`` virtual IPUs are in a row: at most 4, 8 or 16."""
     return min(num_chips, 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16)
 
 
 def _legend(framed: Framing, bar: str) -> Block:
-    """Draw a line that says what each shape is, such as a ``bar``; its origin is at the left of its base line."""
+    """Return the drawing of a line that names each shape; ``bar`` is the name for the shape of a bar."""
     x, children = 0, []
     shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("bar", bar)]
     if framed.is_shaded:

@@ -1,7 +1,7 @@
-"""What a picture shows of a plan, and what it draws in a frame together.
+"""The choice of the parts of a plan that a picture shows, and of the parts that it draws in one frame.
 
-Folded means: of many things that are alike the first ones and the last are shown, and a gap stands for the others.
-A frame is drawn around whole hosts or instances, and never in a folded picture, which shows few of many.
+In a folded picture, a gap stands for many equal hosts, instances or virtual IPUs, of which the first ones and the
+last are drawn. A frame is drawn around whole hosts or instances, and never in a folded picture.
 """
 
 from collections.abc import Sequence
@@ -15,55 +15,56 @@ from poprun.plan.render.words import instances_of_host
 MAX_IPUS: Final = 1024  # virtual IPUs up to which nothing is folded
 FOLDED_IPUS: Final = 256  # virtual IPUs that a folded picture shows of a plan, of a host, and of an instance
 Shown = Sequence[int | range]
-"""Things that are alike, by their indices; a range is a gap, which stands for all in it. The first is no gap."""
+"""The indices of the hosts, instances or virtual IPUs to draw. A range among the indices is a gap, which stands
+for all its members. The first is no gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A plan, and how much of it is shown; of all hosts, and of all instances, as much."""
+    """A plan, and the number of its virtual IPUs to draw, which decides how many hosts and instances are drawn."""
 
     plan: LaunchPlan
     max_ipus: int  # about how many virtual IPUs are shown
 
     @property
     def hosts(self) -> Shown:
-        """The hosts that are shown."""
+        """The indices of the hosts to draw; a range stands for hosts that are not drawn."""
         return _shown(range(len(self.plan.hosts)), self.max_ipus // self.plan.num_ipus_per_host)
 
     def instances(self, host: int) -> Shown:
-        """Return the instances that are shown of a host."""
+        """Return the indices of the instances to draw on ``host``; a range stands for those left out."""
         return _shown(instances_of_host(self.plan, host), self.max_ipus // self.plan.num_ipus_per_instance)
 
     def ipus(self, instance: int) -> Shown:
-        """Return the virtual IPUs that are shown of an instance."""
+        """Return the virtual IPUs to draw in ``instance``; a range stands for those left out."""
         return _shown(self.plan.instance(instance).ipus, self.max_ipus)
 
     @property
     def num_ipus(self) -> int:
-        """How many virtual IPUs are shown; a gap counts as one."""
+        """The number of virtual IPUs in the picture; a gap, which stands for several, counts as one."""
         return len(self.hosts) * len(self.instances(0)) * len(self.ipus(0))
 
     @property
     def is_folded(self) -> bool:
-        """Whether anything is left out."""
+        """Whether the picture leaves out some hosts, instances or virtual IPUs."""
         return any(isinstance(part, range) for part in (*self.hosts, *self.instances(0), *self.ipus(0)))
 
 
 def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int = FOLDED_IPUS) -> Scene:
-    """Return what to show of ``plan``: about ``folded_ipus`` virtual IPUs of more than ``max_ipus``, else all."""
+    """Return how much of ``plan`` to draw: all, or about ``folded_ipus`` of more than ``max_ipus`` IPUs."""
     num_ipus = plan.num_replicas * plan.ipus_per_replica
     return Scene(plan, folded_ipus if num_ipus > max_ipus else num_ipus)
 
 
 def _shown(items: range, most: int) -> Shown:
-    """Return ``items`` if they are no more than ``most``, or 3; else the first ones, a gap, and the last."""
+    """Return ``items`` if at most ``most`` (or 3); else the first ones, a range as a gap, and the last one."""
     most = max(3, most)
     return items if len(items) <= most else [*items[: most - 2], items[most - 2 : -1], items[-1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """What the frames of a picture hold: how many of each; 1 is no frame."""
+    """The numbers of hosts, domains and instances that each frame in the picture encloses; 1 means no frame."""
 
     hosts_per_domain: int = 1  # hosts in the frame of an IPU-Link domain
     domains_per_host: int = 1  # frames of IPU-Link domains in each host
@@ -73,12 +74,12 @@ class Framing:
 
     @property
     def has_domains(self) -> bool:
-        """Whether IPU-Link domains have frames."""
+        """Whether frames are drawn around IPU-Link domains."""
         return self.hosts_per_domain > 1 or self.domains_per_host > 1
 
 
 def framing(scene: Scene) -> Framing:
-    """Return the frames of ``scene``."""
+    """Return which frames to draw in the picture ``scene``: of IPU-Link domains and of IPU-Machines."""
     plan = scene.plan
     num_hosts, num_domains = len(plan.hosts), plan.num_ilds
     if scene.is_folded or (num_hosts % num_domains and num_domains % num_hosts):
