@@ -1,4 +1,4 @@
-"""A pure planner: which mapping of a model to devices fits, and which is fastest.
+"""A planner that finds which division of a model over devices (mapping) fits in memory, and which is fastest.
 
 `model`, `hardware` and `mapping` describe a model, a machine, and how devices share the model. `footprint` and
 `duration` predict the memory and the duration of a mapping; `search` ranks all mappings.

@@ -1,4 +1,4 @@
-"""Predictions for the rows of a CSV file, in which each row describes a model, a machine and a mapping."""
+"""Predictions for the rows of a CSV file; a row describes a model, a machine and a division over devices."""
 
 import csv
 import io
@@ -36,20 +36,20 @@ COLUMNS: Final = (
     *("devices", "machine", "global_batch", "precision", "optimizer", "gradient_bytes", "engine"),
     *_MAPPING,
 )
-"""All columns of a CSV file that poprun-size reads."""
+"""The names of all columns of a CSV file that poprun-size reads."""
 
 PREDICTED: Final = ("seconds", "weights_gib", "gradients_gib", "optimizer_gib", "activations_gib", "fits")
-"""The columns that poprun-size adds to the CSV file."""
+"""The names of the columns with predictions that poprun-size adds to the CSV file."""
 
 _NEAR: Final = 0.8
-"""The similarity (from 0 to 1) from which an unknown column counts as a misspelled known column."""
+"""An unknown column that is at least so similar to a known column (from 0 to 1) counts as misspelled."""
 
 _DELIMITERS: Final = (";", "\t", "|")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row of the CSV file, with the prediction for the row or the row's error."""
+    """A row of the CSV file, with the predicted duration and memory, or with the row's error."""
 
     line: int  # the number of the row's line in the file, from 1
     row: Table[str, str]  # all cells of the row by column, also of columns that poprun-size does not read
@@ -58,7 +58,7 @@ class Case:
 
 
 def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
-    """Return the prediction for each row of the CSV text ``text``; a row with an error has its error instead.
+    """Return the prediction, or the error, for each row of the CSV text ``text``.
 
     Columns that poprun-size does not read, such as ``note``, stay as they are.
     """
@@ -82,7 +82,7 @@ def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
 
 
 def header_of(text: str) -> tuple[str, ...]:
-    """Return the names of a CSV text's columns; SizingError if a column is misspelled or occurs twice."""
+    """Return the column names of a CSV text. Raises SizingError if one is misspelled or occurs twice."""
     names = tuple(next((cells for _, cells, _ in _lines(text, skips=0)), ()))
     known = [column for name in names if (column := _column(name)) in COLUMNS]
     if len(names) == 1 and not known and (found := [one for one in _DELIMITERS if one in names[0]]):
@@ -99,7 +99,7 @@ def header_of(text: str) -> tuple[str, ...]:
 
 
 def _lines(text: str, skips: int = 1) -> Iterator[tuple[int, list[str], str]]:
-    """Yield each line of a CSV text that is not empty: its number, its cells, and its error (or an empty text)."""
+    """Yield number, cells and error ("" for none) of each CSV line that is not empty, after ``skips`` lines."""
     reader = csv.reader(io.StringIO(text, newline=None))
     while True:
         cells, error = [], ""
@@ -117,7 +117,7 @@ def _lines(text: str, skips: int = 1) -> Iterator[tuple[int, list[str], str]]:
 
 @cache
 def _column(name: str) -> str:
-    """Return the name in `COLUMNS` that the column ``name`` means; an unknown column keeps its name."""
+    """Return the name in `COLUMNS` that the column ``name`` means; ``name`` itself if it is unknown."""
     plain = name.lower().replace(" ", "_").replace("-", "_")
     if plain in (*COLUMNS, *PREDICTED):
         return plain
@@ -129,7 +129,7 @@ def _column(name: str) -> str:
 
 
 def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
-    """Return the rows as CSV text with the predictions; ``names`` are the columns of the file that was read."""
+    """Return rows as CSV text with predictions added; ``names`` are the columns of the file that was read."""
     names = [name for name in names or (cases[0].row if cases else ()) if _column(name) not in PREDICTED]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -140,7 +140,7 @@ def cases_text(cases: tuple[Case, ...], names: Sequence[str] = ()) -> str:
 
 
 def _figures(candidate: Candidate | None) -> list[str]:
-    """Return the cells of a prediction for the columns `PREDICTED`; empty cells if ``candidate`` is None."""
+    """Return the cells with a row's predicted duration and memory; empty cells if ``candidate`` is None."""
     if candidate is None:
         return [""] * len(PREDICTED)
     memory = candidate.memory
@@ -153,7 +153,7 @@ def _figures(candidate: Candidate | None) -> list[str]:
 
 
 def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Workload, Mapping]:
-    """Return the workload and the mapping that the cells ``given`` of a row describe."""
+    """Return the workload and the mapping (division over devices) that a row's cells ``given`` describe."""
     machine = named_machine(given.get("machine", "A100-80GB"), machines)
     words = {mapping_name(column): given[column] for column in _MAPPING if column in given}
     values = {"recompute": "layer", **{name: parse_value(name, word) for name, word in words.items()}}
@@ -168,7 +168,7 @@ def _read(given: Table[str, str], machines: Table[str, Machine]) -> tuple[Worklo
 
 
 def _check_others(row: Table[str, str], mapping: Mapping, global_batch: int) -> None:
-    """Raise SizingError if a row has another accumulation than its mapping, or parallelism that is not planned."""
+    """Raise SizingError if a row contradicts its ``mapping``, or has parallelism that is not planned."""
     number = str(mapping.num_micro_batches(global_batch))
     for name, cell in row.items():
         column = _column(name)
@@ -198,7 +198,7 @@ def _training(given: Table[str, str], mapping: Mapping, machine: Machine) -> Tra
 
 @cache
 def _model(name: str, words: tuple[tuple[str, str], ...], precision: str) -> Model:
-    """Return the model of a row, from the cell ``model`` or from the cells with sizes.
+    """Return the model that a row describes: by the name ``name``, or by sizes such as layers and hidden.
 
     In fp16 rows, attention is not fused and has dropout, because programs with fp16 are older than fused kernels.
     """

@@ -1,4 +1,4 @@
-"""Models made from a name, from numbers, from a Hugging Face configuration, or from a file of measurements."""
+"""Descriptions of models, from a name, from sizes, from a Hugging Face configuration, or from measurements."""
 
 import json
 import re
@@ -47,15 +47,15 @@ MODELS: Final[Mapping[str, Transformer]] = {
     "llama3-70b": _llama(3, 80, 8192, 64, 8, 28672),
     "llama3-405b": _llama(3, 126, 16384, 128, 8, 53248),
 }
-"""Models by name: of Devlin et al. (arXiv 1810.04805), Radford et al. (GPT-2), Brown et al. (arXiv 2005.14165,
-table 2.1), Touvron et al. (arXiv 2307.09288) and Grattafiori et al. (arXiv 2407.21783, table 3)."""
+"""Published models by name: of Devlin et al. (arXiv 1810.04805), Radford et al. (GPT-2), Brown et al. (arXiv
+2005.14165, table 2.1), Touvron et al. (arXiv 2307.09288) and Grattafiori et al. (arXiv 2407.21783, table 3)."""
 
 FAMILIES: Final[Mapping[str, Transformer]] = {
     "gpt": _GPT,
     "bert": replace(_GPT, causal=False),
     "llama": _LLAMA,
 }
-"""Transformers without sizes, which ``--model gpt layers=96 …`` fills in."""
+"""Transformers without sizes by name; ``--model gpt layers=96 …`` gives the sizes."""
 
 
 FIELD_NAMES: Final[Mapping[str, list[str]]] = {
@@ -78,7 +78,7 @@ _USUAL: Final = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257, "seq
 
 
 def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
-    """Return the model called ``name``; ``numbers`` such as ``layers=96`` replace sizes of the model.
+    """Return the model called ``name``, with sizes replaced by ``numbers`` such as ``layers=96``.
 
     Raises ModelError if no model has this name, or if a family such as ``gpt`` lacks a size.
     """
@@ -101,7 +101,7 @@ def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
 
 
 def model_numbers(words: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a `Transformer` that ``words`` such as ``layers=96`` set, each with its value."""
+    """Return the sizes of a model that ``words`` such as ``layers=96`` set, by name. ModelError if wrong."""
     given: dict[str, Any] = {}
     for word in words:
         name, value = _number(word)
@@ -112,7 +112,7 @@ def model_numbers(words: Iterable[str]) -> dict[str, Any]:
 
 
 def _number(word: str) -> tuple[str, int | bool]:
-    """Return the field's name and the value in a word such as ``layers=96`` or ``gated=yes``."""
+    """Return the name and the value in a word such as ``layers=96`` or ``gated=yes``. ModelError if wrong."""
     name, _, value = word.partition("=")
     known = {f.name: f.type for f in fields(Transformer)}
     if name not in known:
@@ -153,7 +153,7 @@ _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 
 
 def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Model:
-    """Return the model that a Hugging Face ``config.json`` describes; ``numbers`` replace the file's sizes."""
+    """Return the model in ``table``, a Hugging Face ``config.json``, with sizes replaced by ``numbers``."""
     if not isinstance(table, dict):
         raise ModelError(f"{origin} is no configuration: it holds no object")
     if isinstance(table.get("text_config"), dict):
@@ -184,7 +184,7 @@ def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Mod
 
 
 def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
-    """Raise ModelError if a configuration has experts, or layers that are not equal transformer layers."""
+    """Raise ModelError if a Hugging Face configuration is no model of equal transformer layers."""
     inner = table.get("ffn_config")
     tables = (table, inner) if isinstance(inner, dict) else (table,)
     if any(one.get(name) for one in tables for name in _EXPERTS):
@@ -200,7 +200,7 @@ def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
 
 
 def _config_number(table: Mapping[str, Any], number: str, origin: str) -> int | None:
-    """Return the value of ``number``, a key of `FIELD_NAMES`, in a configuration; None if absent and optional."""
+    """Return the size ``number`` in a Hugging Face configuration; None if it is optional and not there."""
     names = FIELD_NAMES[number]
     name = next((name for name in names if table.get(name) is not None), None)
     if name is None and number in _USUAL:
@@ -217,27 +217,27 @@ def _config_number(table: Mapping[str, Any], number: str, origin: str) -> int | 
 
 
 def _printable(name: str) -> str:
-    """Return ``name`` without characters that cannot be printed, and with at most `_LONGEST_NAME` characters."""
+    """Return ``name`` without characters that cannot be printed, cut to `_LONGEST_NAME` characters."""
     return "".join(filter(str.isprintable, name))[:_LONGEST_NAME].strip()
 
 
 _LONGEST_NAME: Final = 80
 _MODEL_FILE: Final = 1
-"""Version of the file format of `model_text`."""
+"""The version of the format of a model's file, which `model_text` writes."""
 
 
 def model_text(model: Model) -> str:
-    """Return ``model`` as the JSON text of a file, which `model_of` can read."""
+    """Return ``model`` as the JSON text of a file, from which `model_of` reads the model."""
     return json.dumps({"popsize_model": _MODEL_FILE, **asdict(model)}, indent=1) + "\n"
 
 
 def model_digest(model: Model) -> str:
-    """Return the SHA-256 of `model_text`, in which any two different models differ."""
+    """Return the SHA-256 of a model's text (`model_text`), which differs for any two different models."""
     return sha256(model_text(model).encode()).hexdigest()
 
 
 def model_of(table: Mapping[str, Any], origin: str) -> Model:
-    """Return the model in ``table``, the parsed JSON of `model_text`.
+    """Return the model in ``table``, the parsed JSON of the file ``origin`` that `model_text` wrote.
 
     Raises ModelError, which names the file ``origin``, if a field is missing or has the wrong type.
     """
@@ -261,13 +261,13 @@ def model_of(table: Mapping[str, Any], origin: str) -> Model:
 
 
 def _layer(table: dict[str, Any]) -> Layer:
-    """Return the layer that ``table``, parsed and checked JSON, describes."""
+    """Return the layer of a model that ``table``, a part of a checked model file, describes."""
     splits = {key: Split(**value) for key, value in table.items() if isinstance(value, dict)}
     return Layer(**table | splits | {"name": _printable(table["name"]) or "layer", "parts": tuple(table["parts"])})
 
 
 _UNDIVIDED: Final = (("largest_tensor_group", 1),)
-"""The divisors of a model if its file does not say which tensor groups divide the model."""
+"""The sizes that tensor parallelism must divide, if a model's file does not list any."""
 
 _LEAST_LAYER: Final = asdict(Layer(name="", parameters=Split(), can_recompute=False)) | {"parts": [0.0]}
 _LEAST_MODEL: Final = {
@@ -278,7 +278,7 @@ _LEAST_MODEL: Final = {
     "divisors": [("", 1)],
     "tied_parameters": 0.0,
 }
-"""The smallest legal file of a model: each number is the least legal value, and a list may be longer."""
+"""The smallest legal file of a model: each number is the least legal value, and lists may be longer."""
 
 _KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
     (bool, bool, "true or false"),
@@ -289,11 +289,11 @@ _KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
     (tuple, list, "a name and a number"),
     (list, list, "a list"),
 )
-"""Each type of value in `_LEAST_MODEL`, with the type of the parsed JSON, and the words of an error."""
+"""The types of values in a model's file: the type in `_LEAST_MODEL`, the type in parsed JSON, and its name."""
 
 
 def _checked(value: Any, least: Any, name: str) -> Any:
-    """Return ``value``, the JSON value ``name``, after comparing its type, keys and range with ``least``.
+    """Return ``value``, parsed JSON, after a comparison of its types, keys and ranges with ``least``.
 
     Raises TypeError or ValueError if ``value`` does not agree with ``least``.
     """

@@ -1,4 +1,4 @@
-"""The planner's constants: how much of a data sheet's speeds programs reach, and other measured times."""
+"""Measured constants of the predictions, such as the share of its peak speed that a device reaches."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,7 +8,7 @@ from popsize.hardware import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The planner's constants, each with its physical cause; `docs/sizing.md` explains how they were measured."""
+    """Measured constants of the predictions, each with its physical cause; see `docs/sizing.md`."""
 
     matmul_efficiency: float = 0.768  # share of the peak that large matrix products reach
     # Share of the memory's bandwidth that elementwise kernels, softmax, loss and optimizer reach.

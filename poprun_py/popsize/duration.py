@@ -13,12 +13,12 @@ from popsize.phases import PhasePlan, StoreSpeed, phase_cuts, plan_with
 from popsize.stages import Stage, most_parameters, shown_stages
 
 _AGAIN = 4
-"""Cost of the passes of a recomputed layer, in forward passes: two forward, and a backward that counts as two."""
+"""Duration of the passes of a recomputed layer, in forward passes: two forward, and a backward of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """The duration of a step in seconds, by activity, on the slowest device."""
+    """The predicted seconds of a step on the slowest device, divided by activity."""
 
     layers: float  # forward and backward passes, including recomputation
     tensor: float  # all-reduces over the tensor group
@@ -31,13 +31,13 @@ class Duration:
 
     @property
     def total(self) -> float:
-        """Duration of the step in seconds, all activities together."""
+        """Predicted seconds of the whole step, the sum of all activities."""
         return math.fsum(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """The duration of a micro batch's passes in seconds: computation, and all-reduces over the tensor group."""
+    """The seconds of the forward and backward pass of a micro batch: computation, and tensor all-reduces."""
 
     layers: float
     tensor: float
@@ -48,7 +48,8 @@ class _Passes:
 
 
 _Way = tuple[int, int, Recompute, bool, bool]
-"""Tensor, micro batch, recomputation, whether the sequence is divided, whether a tensor group is inside a host."""
+"""Tensor group's size, micro batch, recomputation, whether the sequence is divided, and whether a tensor group is
+inside one host."""
 
 
 def _way(workload: Workload, mapping: Mapping) -> _Way:
@@ -57,12 +58,12 @@ def _way(workload: Workload, mapping: Mapping) -> _Way:
 
 
 def duration_of(workload: Workload, mapping: Mapping) -> Duration:
-    """Return the predicted duration of a step of ``mapping``, by activity."""
+    """Return the predicted seconds of a step, by activity, if devices share the model by ``mapping``."""
     return streamed(updated(running_duration(workload, mapping), workload, mapping), workload, mapping)
 
 
 def running_duration(workload: Workload, mapping: Mapping) -> Duration:
-    """Return the duration of a step's passes, which does not depend on where ``mapping`` keeps its state."""
+    """Return the seconds of a step's forward and backward passes, whatever is sharded or offloaded."""
     shown = shown_stages(workload.model, mapping.pipeline)
     stages = [_stage_passes(stage, workload, mapping) for stage in shown]
     slowest = max(stages, key=lambda passes: passes.total)
@@ -77,7 +78,7 @@ def running_duration(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return the duration ``running`` plus the communication of gradients and weights, and the update."""
+    """Return the duration ``running`` with the time for the update, and for gradients and weights of replicas."""
     parameters = most_parameters(workload.model, mapping.pipeline, mapping.tensor)
     return replace(
         running,
@@ -88,13 +89,13 @@ def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration
 
 
 def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return the duration ``found`` plus the time in which the step waits for the slower memory."""
+    """Return the duration ``found`` with the time in which the step waits for the slower memory."""
     waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
     return replace(found, streaming=waiting) if waiting else found
 
 
 def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
-    """Return how long a stage waits for the other stages, as a share of a pass through the other stages.
+    """Return a stage's wait for the pipeline, as a share of a micro batch's time in the other stages.
 
     If stages have several pieces and micro batches are enough, a stage waits for one piece of each other stage.
     """
@@ -105,13 +106,13 @@ def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
 
 
 def _all_stages(mapping: Mapping, shown: list[_Passes]) -> float:
-    """Return the seconds of a micro batch in all stages, given the first, a middle and the last stage."""
+    """Return the seconds of a micro batch in all stages; ``shown`` are the first, a middle and the last."""
     between = mapping.pipeline - 2
     return sum(passes.total for passes in shown) + max(0, between - 1) * shown[len(shown) // 2].total
 
 
 def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds that other stages wait for the last stage's logits while a pipeline fills and drains."""
+    """Return the seconds that stages wait for the last stage's logits while a pipeline fills and drains."""
     last = workload.model.layers[-1]
     if mapping.pipeline == 1 or not last.loss_bytes.divided:
         return 0.0
@@ -120,13 +121,13 @@ def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
 
 
 def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes:
-    """Return the duration of a micro batch's forward and backward pass through ``stage``."""
+    """Return the seconds of a micro batch's forward and backward pass through the pipeline stage ``stage``."""
     passes = [(n, _passes(layer, workload, mapping)) for layer, n in stage.layers]
     return _Passes(sum(n * one.layers for n, one in passes), sum(n * one.tensor for n, one in passes))
 
 
 def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
-    """Return the duration of a micro batch's passes through one layer. In phases, every layer is recomputed."""
+    """Return the seconds of a micro batch's passes through ``layer``, recomputed if the model runs in phases."""
     found = _layer_passes(layer, workload, _way(workload, mapping))
     if not mapping.has_layer_phases or layer.can_recompute:
         return found
@@ -135,7 +136,7 @@ def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
 
 @lru_cache(maxsize=8192)
 def _layer_passes(layer: Layer, workload: Workload, way: _Way) -> _Passes:
-    """Return the duration of a micro batch's passes through one layer, on each device of a tensor group."""
+    """Return the seconds of a micro batch's passes through ``layer`` on each device of a tensor group."""
     tensor, micro_batch, recompute, sequence_parallel, is_near = way
     training, constants, width = workload.training, workload.constants, workload.width
     device = workload.machine.device
@@ -171,7 +172,7 @@ def _layer_passes(layer: Layer, workload: Workload, way: _Way) -> _Passes:
 
 
 def _parameter_bytes(parameters: float, passes: int, training: Training) -> float:
-    """Return the bytes that a micro batch moves to read weights and to write and add gradients, on a CPU.
+    """Return the bytes that a CPU moves in a micro batch to read weights and add gradients.
 
     On a GPU this traffic is hidden behind matrix products.
     """
@@ -180,7 +181,7 @@ def _parameter_bytes(parameters: float, passes: int, training: Training) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The collectives of one kind that each device of a group performs in a step, as rounds in a ring."""
+    """The collectives of one kind in a step that each device of a group performs, as rounds in a ring."""
 
     name: str  # the field of `Duration` to which the time is added
     rounds: float  # rounds in the ring: an all-reduce takes 2, a reduce-scatter or all-gather 1
@@ -191,34 +192,34 @@ class Exchange:
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in a step."""
+        """Bytes that each device sends in a step for these collectives."""
         return self.rounds * (self.devices - 1) / self.devices * self.size
 
     def seconds(self, machine: Machine, constants: Constants) -> float:
-        """Return the seconds that the rounds take in a ring; each two rounds have one latency."""
+        """Return the seconds of the collectives in a ring, by bandwidth and latency."""
         waits = (machine.collective_seconds or constants.collective_seconds) * math.sqrt(math.log2(self.devices))
         return self.sent / bandwidth(self.stride, self.is_near, machine, constants) + self.rounds / 2 * waits
 
 
 def tensor_rounds(layer: Layer, recompute: Recompute) -> float:
-    """Return how many rounds in a tensor group's ring a micro batch needs for ``layer``, in all passes."""
+    """Return how often a micro batch's output of ``layer`` goes round a tensor group's ring, in all passes."""
     return 2.0 * layer.num_reductions * (3 if recompute == "layer" and layer.can_recompute else 2)
 
 
 def bandwidth(stride: int, is_near: bool, machine: Machine, constants: Constants) -> float:  # noqa: FBT001
-    """Return the bytes per second that a device in a ring can send, one way."""
+    """Return the bytes per second that a device sends to its neighbour, ``stride`` devices away, in a ring."""
     link = machine.link_bytes_per_second * constants.link_efficiency
     return link if is_near else min(link, machine.network_bytes_per_second / min(stride, machine.devices_per_host))
 
 
 def is_near(devices: int, stride: int, machine: Machine, num_devices: int) -> bool:
-    """Return whether each group of ``devices``, which are ``stride`` devices apart, is inside one host."""
+    """Return whether each group of ``devices`` devices, ``stride`` apart, lies inside one host."""
     reach, host = devices * stride, machine.devices_per_host
     return num_devices <= host or (reach <= host and host % reach == 0)
 
 
 def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
-    """Return the collectives of a step over replicas: all-reduces of gradients and all-gathers of weights.
+    """Return the collectives of a step over replicas: all-reduces of gradients, all-gathers of weights.
 
     An all-reduce takes 2 rounds. Sharded gradients are scattered for each micro batch, and the
     updated weights gathered once. Sharded weights are gathered for each forward and each backward pass of a micro
@@ -243,13 +244,13 @@ def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
 
 
 def _exchange_seconds(name: str, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds of the collectives that belong to the field ``name`` of `Duration`."""
+    """Return the seconds of the collectives over replicas that are called ``name`` in `Duration`."""
     every = exchanges(workload, mapping)
     return sum(one.seconds(workload.machine, workload.constants) for one in every if one.name == name)
 
 
 def _transfer_seconds(workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds in which a stage sends a micro batch's activations and receives the gradients."""
+    """Return the seconds to send a micro batch's activations to the next stage and receive gradients."""
     if mapping.pipeline == 1:
         return 0.0
     stride = mapping.tensor * mapping.replicas
@@ -263,7 +264,7 @@ def transfer_bytes(workload: Workload, mapping: Mapping) -> float:
 
 
 def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds of the update, which reads gradients, reads and writes state, and writes weights."""
+    """Return the seconds of the update of ``parameters``, which reads and writes weights and state."""
     training, device = workload.training, workload.machine.device
     moved = 2 * training.optimizer_bytes + training.gradient_bytes + training.weight_bytes
     speed = device.memory_bytes_per_second * workload.constants.memory_efficiency
@@ -271,7 +272,7 @@ def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) 
 
 
 def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
-    """Return the bytes moved to and from the slower memory while a step waits, and while a device computes."""
+    """Return the bytes to and from the slower memory in a step: while waiting, and while computing."""
     training, model = workload.training, workload.model
     parameters = most_parameters(model, mapping.pipeline, mapping.tensor)
     number = mapping.num_micro_batches(training.global_batch)
@@ -306,7 +307,7 @@ def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Ma
 
 @lru_cache(maxsize=1024)
 def phase_plan(workload: Workload, mapping: Mapping) -> PhasePlan:
-    """Return the phases of whole layers in ``mapping``, with the memory and the duration of a step."""
+    """Return the plan of a step whose layers are in memory in phases, one after the other."""
     device, units, loop = workload.machine.device, phase_units(workload, mapping), phase_loop(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
     passes = [_passes(layer, workload, mapping).total for layer, n in stage.layers for _ in range(n)]

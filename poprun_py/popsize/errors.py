@@ -1,8 +1,8 @@
-"""The errors that the planner raises."""
+"""The errors that the planner of model and machine raises."""
 
 
 class SizingError(Exception):
-    """Base class of all errors of popsize. The text names the request, the broken rule, and what to do."""
+    """Base class of all errors of popsize, whose texts say what was asked, what is wrong, what to do."""
 
 
 class ModelError(SizingError):
@@ -14,11 +14,11 @@ class MachineError(SizingError):
 
 
 class MappingError(SizingError):
-    """Error: no program could run a mapping, because the mapping breaks a rule of the model or of the machine."""
+    """Error: a mapping, the division of a model over devices, breaks a rule of the model or machine."""
 
 
 def shown(value: object) -> str:
-    """Return a value from a file as a short text for an error, even if the value is very large or deep."""
+    """Return ``value``, which a file contains, as a short text for an error, however large it is."""
     try:
         return f"{value!r:.40}"
     except (ValueError, RecursionError):

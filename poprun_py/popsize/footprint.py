@@ -1,4 +1,4 @@
-"""Prediction of the memory that a mapping needs on the device that needs most, by kind of memory."""
+"""Prediction of the memory of the device that needs most memory, by kind: weights, gradients, activations."""
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -12,7 +12,7 @@ from popsize.stages import Stage, shown_stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The bytes that one device needs, by kind."""
+    """The bytes of memory that one device needs, divided by kind."""
 
     weights: float  # the model's weights
     gradients: float  # the gradients of the weights
@@ -24,17 +24,17 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes in the device's own memory, of all kinds together."""
+        """Bytes in the device's own memory, the sum of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
     @property
     def largest(self) -> str:
-        """Name of the kind that uses most of the device's own memory."""
+        """Name of the kind, such as ``activations``, that needs most of the device's own memory."""
         return max((f.name for f in fields(self) if f.name != "streaming"), key=lambda name: getattr(self, name))
 
 
 def memory_of(workload: Workload, mapping: Mapping) -> tuple[Memory, Stage]:
-    """Return the memory of the device that needs most, and the stage that this device belongs to."""
+    """Return the memory that the fullest device needs, and the pipeline stage of this device."""
     every = (
         (_of_stage(stage, workload, mapping), stage) for stage in shown_stages(workload.model, mapping.pipeline)
     )
@@ -42,7 +42,7 @@ def memory_of(workload: Workload, mapping: Mapping) -> tuple[Memory, Stage]:
 
 
 def in_flight(mapping: Mapping, stage: int, num_micro_batches: int) -> float:
-    """Return the number of micro batches whose activations the stage with index ``stage`` keeps at the same time.
+    """Return how many micro batches' activations the pipeline stage ``stage`` keeps at the same time.
 
     1F1B keeps ``p - i`` on stage ``i``; interleaved ``p + (p - 1 - 2 i) / v`` (for the first stage: Korthikanti).
     """
@@ -56,7 +56,7 @@ def in_flight(mapping: Mapping, stage: int, num_micro_batches: int) -> float:
 
 
 def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
-    """Return the memory that each device of ``stage`` needs."""
+    """Return the memory that each device of the pipeline stage ``stage`` needs."""
     if mapping.has_layer_phases:
         return _of_phases(workload, mapping)
     training, device = workload.training, workload.machine.device
@@ -91,7 +91,7 @@ def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
 
 
 def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
-    """Return the memory of a device if the model runs in phases: two phases, and a share of the store."""
+    """Return the memory of a device that has two parts of the model (phases) in memory at a time."""
     units, loop = phase_units(workload, mapping), phase_loop(workload, mapping)
     memory = memory_with(units, phase_cuts(units, mapping.phases, loop), loop)
     stored = sum(unit.updated_bytes + unit.state_bytes + loop.has_sums * unit.gradient_bytes for unit in units)
@@ -106,19 +106,19 @@ def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
 
 
 def phase_loop(workload: Workload, mapping: Mapping) -> Loop:
-    """Return the settings of a step in phases: micro batches, and whether replicas share a store."""
+    """Return the settings of a step in phases: its micro batches, and whether replicas share weights."""
     number = mapping.num_micro_batches(workload.training.global_batch)
     return Loop(num_micro_batches=number, is_shared=_num_sharing(workload, mapping) > 1)
 
 
 def _num_sharing(workload: Workload, mapping: Mapping) -> int:
-    """Return the number of replicas on a host, which share one store of weights."""
+    """Return the number of replicas on a host, which share one copy of the weights in slower memory."""
     return min(mapping.replicas, max(1, workload.machine.devices_per_host // mapping.tensor))
 
 
 @lru_cache(maxsize=256)
 def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
-    """Return the bytes of each layer of a model that runs in phases. The replicas of a host share the store."""
+    """Return the bytes of each layer of a model whose layers are in memory one after the other (phases)."""
     training, tensor = workload.training, mapping.tensor
     sharing = _num_sharing(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
@@ -148,7 +148,7 @@ def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
 
 
 def _activations(stage: Stage, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes of activations that a device keeps for all micro batches whose backward pass is to come."""
+    """Return the bytes of activations that a device keeps for the backward passes of all micro batches."""
     stored = sum(
         n * layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
         for layer, n in stage.layers
@@ -158,7 +158,7 @@ def _activations(stage: Stage, workload: Workload, mapping: Mapping) -> float:
 
 
 def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes that a device needs while ``layer`` runs, besides the kept activations."""
+    """Return the bytes that a device needs only while ``layer`` runs, besides kept activations."""
     whole = layer.kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
     kept = layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
     brief = (layer.loss_bytes + layer.backward_bytes).on_device(mapping.tensor) + layer.output_bytes
@@ -170,7 +170,7 @@ def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
 
 
 def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes that torch's pipelines and tensor groups need besides the activations of the equations."""
+    """Return the bytes that torch's pipelines and tensor parallelism need besides the usual equations."""
     if workload.training.engine != "torch" or workload.machine.device.is_compiled_for:
         return 0.0
     number = mapping.num_micro_batches(workload.training.global_batch)
@@ -182,7 +182,7 @@ def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
 
 
 def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under_way: float) -> float:
-    """Return the bytes of a stage's buffers for sent and received tensors, for one sample of each micro batch.
+    """Return the bytes of a stage's buffers for sent and received tensors, for one sample per micro batch.
 
     A stage has buffers for the activations and gradients that it receives for each micro batch of a step. The
     received activations of micro batches under way are counted with the layers. A stage keeps a sent tensor until
@@ -194,7 +194,7 @@ def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under
 
 
 def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
-    """Return the bytes of sequences that sequence parallelism joins, for one sample of each micro batch.
+    """Return the bytes of sequences that sequence parallelism joins, for one sample per micro batch.
 
     torch keeps the joined sequences; other libraries join the parts again in the backward pass. Embedding and
     logits are not divided along the sequence.
@@ -212,7 +212,7 @@ def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
 
 
 def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes of gathered weights, and of the gradients of these weights before they are sharded.
+    """Return the bytes of gathered weights, and of the gradients of these weights before the scatter.
 
     One layer is used while the next layer is gathered. In a pipeline all layers of the stage stay gathered,
     because the next micro batch needs these layers at once.
@@ -227,7 +227,7 @@ def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping
 
 @lru_cache(maxsize=4096)
 def _phase_share(stage: Stage, tensor: int, phases: int) -> float:
-    """Return the share of a stage's parameters in its largest phase, if the stage is cut as evenly as possible.
+    """Return the largest share of a stage's parameters in one of ``phases`` parts, cut evenly.
 
     While one phase runs, the next phase is read: a part of a layer replaces the part that has been computed.
     """

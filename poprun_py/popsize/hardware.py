@@ -1,4 +1,4 @@
-"""Descriptions of machines for the planner: devices, memory, speed, and the links between devices.
+"""Descriptions of machines: their devices, memory, speeds, and the links between devices.
 
 All figures come from data sheets. The module `constants` has the shares of these figures that programs reach.
 """
@@ -28,20 +28,20 @@ _SIZES: Final = {
 
 
 def bytes_of(text: str, unit: str = "b") -> int | None:
-    """Return the bytes of a text such as ``2 GB``; a number alone is in ``unit``. None if ``text`` is no size."""
+    """Return the bytes of a size such as ``2 GB``; a number alone has the unit ``unit``. None if it is no size."""
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     size = _SIZES.get((found[2] or unit).lower()) if found else None
     return None if found is None or size is None else int(float(found[1]) * size) or None
 
 
 def gib(size: float) -> str:
-    """Return ``size`` bytes as text in GiB with two decimals, or with three significant digits below 0.1."""
+    """Return ``size`` bytes as a number of GiB in text, such as ``11.80`` or ``0.0123``."""
     return f"{size / GIB:.2f}" if size >= GIB / 10 else f"{size / GIB:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Device:
-    """One accelerator, or the share of a CPU that one instance uses: memory and speeds."""
+    """The memory and the speeds of one GPU, IPU, or share of a CPU that one instance uses."""
 
     name: str  # such as ``A100-80GB``
     memory_bytes: float  # the device's own memory that a program can use
@@ -59,7 +59,7 @@ class Device:
         return not (self.launches_ahead or self.operator_seconds)
 
     def precision(self, asked: str | None) -> Precision:
-        """Return ``asked``, or for None the device's usual precision: 16 bits if the device has 16-bit units.
+        """Return ``asked`` if the device computes in this precision; for None its usual precision.
 
         Raises MachineError if the device has no units for ``asked``.
         """
@@ -71,14 +71,14 @@ class Device:
         return found
 
     def flops_at(self, precision: Precision) -> float:
-        """Return the operations per second in ``precision``, or in fp32 if the device has no unit for it."""
+        """Return the device's operations per second in ``precision``; in fp32 if it has no unit for it."""
         order = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16")}.get(precision, (precision,))
         return next((self.flops[name] for name in (*order, "fp32") if name in self.flops), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """The devices of one or several equal hosts, and the speeds of the links between these devices."""
+    """The devices of one or several equal hosts, and the speeds of the links between the devices."""
 
     name: str  # such as ``64xA100-80GB`` or ``POD64``
     device: Device  # the device; all devices are equal
@@ -91,7 +91,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevices:
-    """The description of a machine in the file of a mapping: names, memory, and devices per host."""
+    """The devices for which a mapping was planned, as the mapping's file describes them."""
 
     machine: str
     device: str
@@ -100,7 +100,7 @@ class PlannedDevices:
     are_gpus: bool
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a value is of a type or size that poprun-size never writes."""
+        """Raise ValueError if a value has a type or range that poprun-size never writes."""
         are_numbers = _is_number(self.memory_gib, 0), _is_number(self.per_host, 1)
         if not (all(are_numbers) and {type(self.machine), type(self.device)} == {str}):
             raise ValueError(f"{shown(asdict(self))} are no devices")
@@ -134,16 +134,17 @@ FIGURES: Final[Mapping[str, tuple[float, float | None]]] = MappingProxyType(
         "collective_seconds": (0, 0),
     }
 )
-"""The least value and the default of each figure of a machine, apart from ``tflops``. None: no default."""
+"""The least value and the default of each number in a machine's description, except ``tflops``. None: no default.
+"""
 
 _WHOLE: Final = ("devices_per_host", "num_devices")
 
 
 def machines_of(tables: object, origin: str) -> dict[str, Machine]:
-    """Return the machines that ``tables``, a YAML file's contents, describes, by name.
+    """Return, by name, the machines that ``tables``, the content of the YAML file ``origin``, describes.
 
     Each machine has ``tflops`` and `FIGURES`. If ``operator_seconds`` is given, nothing launches kernels ahead of
-    the device. Raises MachineError, which names the file ``origin``, if a machine is described wrongly.
+    the device. Raises MachineError, which names the file, if a machine is described wrongly.
     """
     if not isinstance(tables, dict) or not tables:
         raise MachineError(f"{origin}: no machines are described; give a name and its figures below it")
@@ -151,7 +152,7 @@ def machines_of(tables: object, origin: str) -> dict[str, Machine]:
 
 
 def _described(name: str, table: object, origin: str) -> Machine:
-    """Return the machine ``name`` that ``table``, a part of a YAML file, describes."""
+    """Return the machine ``name``, which ``table``, a part of the YAML file ``origin``, describes."""
     if not name.isprintable():
         raise MachineError(f"{origin}: {name!r} has letters that cannot be printed: give another name")
     if not isinstance(table, dict):
@@ -187,7 +188,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
 
 
 def _figure(table: Mapping[str, object], key: str, place: str) -> float:
-    """Return the figure ``key`` of a machine in a YAML file, or the default of ``key``, and check its range."""
+    """Return the number ``key`` of a machine in a YAML file, or its default. MachineError if out of range."""
     least, default = FIGURES[key]
     value = table.get(key, default)
     whole = key in _WHOLE
@@ -198,7 +199,7 @@ def _figure(table: Mapping[str, object], key: str, place: str) -> float:
 
 
 def _speeds(tflops: object, place: str) -> dict[str, float]:
-    """Return the operations per second of each precision, given one number for all, or one per precision."""
+    """Return the operations per second of each precision, given one number for all, or one number for each."""
     speeds: dict[str, Any] = tflops if isinstance(tflops, dict) else dict.fromkeys(PRECISIONS, tflops)
     if not speeds or not all(key in PRECISIONS and _is_number(value, 1e-9) for key, value in speeds.items()):
         raise MachineError(f"{place} needs tflops: a number, or one for each of {', '.join(PRECISIONS)}")
@@ -268,18 +269,18 @@ DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
         "popsize",
     )
 )
-"""The devices that poprun-size knows by name, each as a machine of one device with a usual host's links."""
+"""The devices that poprun-size knows by name, each as a machine of one device with the links of a usual host."""
 
 
 def is_called(name: str, model: str) -> bool:
-    """Return whether ``model``, a driver's text such as ``NVIDIA A100-SXM4-80GB``, means the device ``name``."""
+    """Return whether ``model``, a driver's name such as ``A100-SXM4-80GB``, means the known device ``name``."""
     kind, model_form, form = name.partition("-")[0], _form_of(model), _form_of(name)
     has_form = any(_form_of(other) == model_form for other in DEVICES if other.startswith(f"{kind}-"))
     return form == (model_form if has_form else "") and re.search(rf"\b{kind}\b", model) is not None
 
 
 def _form_of(name: str) -> str:
-    """Return the unusual form of a device that its name contains: ``PCIe`` or ``NVL``; an empty text otherwise."""
+    """Return the form of a device, ``PCIe`` or ``NVL``, that its name contains; "" if it contains none."""
     found = re.search(r"\b(PCIe|NVL)\b", name)
     return found[0] if found else ""
 
@@ -288,11 +289,11 @@ _ALIASES: Final = {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB
 _PODS: Final = ("POD16", "POD64", "POD128", "POD256")
 _MACHINE_IPUS: Final = 4
 _LINKED_IPUS: Final = 64
-"""The largest number of IPUs that IPU-Links connect. A network connects more IPUs."""
+"""The largest number of IPUs that IPU-Links connect. A network connects more IPUs than this number."""
 
 
 def named_machine(text: str, machines: Mapping[str, Machine] = MappingProxyType({})) -> Machine:
-    """Return the machine that ``text`` names, such as ``64xA100-80GB``, ``4xPOD64``, or a key of ``machines``.
+    """Return the machine called ``text``, such as ``64xA100-80GB`` or ``4xPOD64``; ``machines`` adds names.
 
     Raises MachineError if no machine has the name.
     """

@@ -1,4 +1,4 @@
-"""A mapping: how the devices of a machine share a model, and which mappings a program could run."""
+"""Mappings: how the devices of a machine share a model (tensor, pipeline, replicas), and the rules of legality."""
 
 import json
 import math
@@ -19,7 +19,8 @@ from popsize.stages import most_phases
 
 Sharding = Literal["none", "optimizer", "gradients", "weights"]
 SHARDING: Final[tuple[Sharding, ...]] = ("none", "optimizer", "gradients", "weights")
-"""What is sharded over replicas. Each choice after ``none`` also shards what the choices before it shard."""
+"""The choices of state to shard over replicas. Each choice after ``none`` also shards the state of the choices
+before."""
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: Final[tuple[Schedule, ...]] = ("gpipe", "1f1b", "interleaved")
@@ -27,24 +28,25 @@ SCHEDULES: Final[tuple[Schedule, ...]] = ("gpipe", "1f1b", "interleaved")
 ENGINES: Final = ("torch", "other")
 
 OPTIMIZER_BYTES: Final = {"sgd": 0, "momentum": 4, "lion": 4, "adam": 8, "adamw": 8, "lamb": 8}
-"""Bytes of optimizer state for each parameter, without the 32-bit copy that 16-bit weights need."""
+"""The bytes of optimizer state per parameter, by optimizer, without a 32-bit copy of 16-bit weights."""
 
 GRADIENT_BYTES: Final = (2, 4)
 
 SCHEMA: Final = 1
-"""Version of the file of a mapping, whose text `saved` returns."""
+"""The version of the format of a mapping's file, which `saved` writes."""
 
 MOST_DEVICES: Final = 2**24
 MOST_LAYERS: Final = 10_000
 MOST_SAMPLES: Final = 10**12
-"""The largest number of devices, of layers, and of samples of a global batch that poprun-size plans."""
+"""The largest global batch that poprun-size plans, in samples; `MOST_DEVICES` and `MOST_LAYERS` are limits, too.
+"""
 
 _LARGEST_ROOT: Final = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The training settings that do not depend on the mapping: batch, precision, optimizer and gradients."""
+    """The training settings that do not depend on the mapping: batch, precision, optimizer, gradients."""
 
     global_batch: int  # samples of a step, over all replicas
     precision: Precision = "bf16"  # precision of the computation
@@ -58,7 +60,7 @@ class Training:
     engine: str = "torch"
 
     def __post_init__(self) -> None:
-        """Raise MappingError if a value is unknown or the global batch has no samples."""
+        """Raise MappingError if a setting is unknown, or the global batch is out of range."""
         if not 1 <= self.global_batch <= MOST_SAMPLES:
             raise MappingError(f"a global batch has 1 to {MOST_SAMPLES} samples, and not {self.global_batch}")
         _one_of("precision", self.precision, PRECISIONS)
@@ -69,28 +71,28 @@ class Training:
 
     @property
     def half(self) -> bool:
-        """Whether activations have 16 bits."""
+        """Whether activations have 16 bits, as in fp16, bf16 and fp8."""
         return self.precision not in ("fp32", "tf32")
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight as the device stores it."""
+        """Bytes of one weight in the memory of the device."""
         return 2 if self.half and not self.full_weights else 4
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of one weight as a forward or backward pass uses it, after a gather or a cast."""
+        """Bytes of one weight while a forward or backward pass uses it, after a gather or a cast."""
         return 2 if self.half else 4
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer stores for one parameter: state, and a 32-bit copy of a 16-bit weight."""
+        """Bytes of optimizer state per parameter, with the 32-bit copy that a 16-bit weight needs."""
         return OPTIMIZER_BYTES[self.optimizer] + (4 if self.half and not self.full_weights else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """A model, the machine that trains the model, and the training settings: the input of a prediction."""
+    """A model, the machine that trains it, and the training settings: the input of every prediction."""
 
     model: Model  # the model
     machine: Machine  # the machine; all its devices are used
@@ -99,7 +101,7 @@ class Workload:
     constants: Constants = CONSTANTS  # which share of the machine's speeds programs reach
 
     def __post_init__(self) -> None:
-        """Raise MappingError if machine or model are too large, or the memory limit is not a number above 0."""
+        """Raise MappingError if machine or model are too large, or the memory limit is not above 0."""
         limit = self.memory_limit_bytes
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise MappingError(f"a memory limit of {limit} bytes is no limit: give a number above 0")
@@ -112,19 +114,19 @@ class Workload:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes of a device's memory that may be used: the memory limit, or all memory if that is less."""
+        """Bytes of a device's memory that the mapping may use: the limit of the user, or all."""
         memory = self.machine.device.memory_bytes
         return memory if self.memory_limit_bytes is None else min(memory, self.memory_limit_bytes)
 
     @property
     def width(self) -> int:
-        """Size of an activation in this precision, as a multiple of 16 bits: 1 or 2."""
+        """Size of one number in an activation, in units of 16 bits: 1 or 2."""
         return 1 if self.training.half else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapping:
-    """How devices share the model. The mapping uses `tensor` times `pipeline` times `replicas` devices."""
+    """How devices share a model, on ``tensor`` times ``pipeline`` times ``replicas`` devices."""
 
     tensor: int = 1  # devices that share each layer
     pipeline: int = 1  # stages that the layers are cut into
@@ -148,7 +150,7 @@ class Mapping:
 
     @property
     def has_layer_phases(self) -> bool:
-        """Whether each phase consists of whole layers, which `popdist.parallel.phased` trains."""
+        """Whether whole layers are in memory one after the other, as in `popdist.parallel.phased`."""
         return self.phases > 1 and self.pipeline == 1 and self.sharding == "none"
 
     @property
@@ -157,12 +159,12 @@ class Mapping:
         return {"gradients": self.optimizer_shards, "weights": self.weight_shards}.get(self.sharding, 1)
 
     def num_micro_batches(self, global_batch: int) -> int:
-        """Return how many micro batches a replica computes in a step: the gradient accumulation."""
+        """Return the number of micro batches per replica and step (gradient accumulation)."""
         return max(1, global_batch // (self.replicas * self.micro_batch))
 
     @property
     def text(self) -> str:
-        """The mapping as text for `--fix` and `--explain`: the four main values, and all that are not default."""
+        """The mapping as text for `--fix` and `--explain`: four main values, and all that are not default."""
         plain = Mapping()
         names = [f.name for f in fields(self)]
         shown = [name for name in names if name in _ALWAYS or getattr(self, name) != getattr(plain, name)]
@@ -186,19 +188,20 @@ _NAMES: Final = {
     }.items()
     for name in names.split()
 }
-"""Maps each name that other libraries use for a value of a mapping to the name in `Mapping`."""
+"""For each name that other libraries use for a value of a mapping, such as ``tp``, the name of the field in
+`Mapping`."""
 
 ACCUMULATION: Final = (
     *("accumulation", "accumulate", "ga", "gas", "grad_accum"),
     *("gradient_accumulation", "gradient_accumulation_steps"),
 )
-"""Names that other libraries use for the number of micro batches, which `Mapping` computes and does not store."""
+"""Names that other libraries use for the number of micro batches, which `Mapping` computes from other values."""
 
 NOT_PLANNED: Final = {
     **dict.fromkeys(("cp", "context", "context_parallel", "context_parallel_size"), "context parallelism"),
     **dict.fromkeys(("ep", "expert", "expert_parallel", "expert_parallel_size"), "expert parallelism"),
 }
-"""Maps names of other libraries for parallelism that poprun-size does not plan to the words of the error."""
+"""For each name of a parallelism that poprun-size does not plan, such as ``ep``, the words for an error."""
 
 _VALUES: Final[Table[str, Table[str, str]]] = {
     "recompute": {"full": "layer", "selective": "attention"}
@@ -211,13 +214,13 @@ _VALUES: Final[Table[str, Table[str, str]]] = {
         "no": "none",
     },
 }
-"""For each value of a mapping, maps the words of other libraries to the words that `Mapping` uses."""
+"""For each field of `Mapping`, the words of other libraries for its values, each with the value in `Mapping`."""
 
 _CHOICES: Final = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "sharding": SHARDING}
 
 
 def parse_mapping(words: str) -> dict[str, Any]:
-    """Return the values in a text such as ``tensor=8,pipeline=4``, by name; ``tensor=8x8`` means 64."""
+    """Return the values in a text such as ``tensor=8,pipeline=4``, by name. Raises MappingError if wrong."""
     found: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in words.replace(" ", ",").split(","))):
         name, equals, value = part.partition("=")
@@ -231,10 +234,7 @@ def parse_mapping(words: str) -> dict[str, Any]:
 
 
 def mapping_name(name: str) -> str:
-    """Return the field of `Mapping` that ``name`` means, such as ``tensor`` for ``tp``.
-
-    Raises MappingError if no field has this meaning.
-    """
+    """Return the field of `Mapping` that ``name`` means, such as ``tensor`` for ``tp``. MappingError if none."""
     plain = name.strip().lower().lstrip("-").replace("-", "_")
     known = [f.name for f in fields(Mapping)]
     key = _NAMES.get(plain, plain)
@@ -252,7 +252,7 @@ def mapping_name(name: str) -> str:
 
 
 def parse_value(key: str, value: str) -> Any:
-    """Return the text ``value`` converted to the type of the field ``key`` of `Mapping`."""
+    """Return the text ``value`` as a value of the field ``key`` of `Mapping`; ``8x8`` means 64 for tensor."""
     word = value.strip().lower()
     if key in _CHOICES:
         return _one_of(key, _VALUES[key].get(word, word), _CHOICES[key])
@@ -264,7 +264,7 @@ def parse_value(key: str, value: str) -> Any:
 
 
 def parse_count(name: str, value: str) -> int:
-    """Return the text ``value``, such as ``8`` or ``8.0``, as an integer; MappingError if it is not 1 or more."""
+    """Return the whole number in a text such as ``8`` or ``8.0``. Raises MappingError if it is not above 0."""
     found = re.fullmatch(r"0*([1-9][0-9]{0,14})(?:\.0*)?", value)
     if found is None:
         raise MappingError(f"{name}={value:.40}: give a whole number of 1 or more")
@@ -272,7 +272,7 @@ def parse_count(name: str, value: str) -> int:
 
 
 def completed(values: Table[str, Any], num_devices: int) -> Mapping:
-    """Return a mapping with ``values``; unless given, replicas fill ``num_devices`` and shard over all replicas.
+    """Return the mapping with ``values``; by default, replicas and their shards use all ``num_devices``.
 
     If a stage has several pieces, the schedule is interleaved. Layers that run in phases are recomputed.
     """
@@ -286,7 +286,7 @@ def completed(values: Table[str, Any], num_devices: int) -> Mapping:
 
 
 def check(mapping: Mapping, workload: Workload) -> None:
-    """Raise MappingError with the broken rule and the nearest legal values if no program could run ``mapping``."""
+    """Raise MappingError, with the nearest legal values, if no program could run ``mapping``."""
     if (mapping.offload_activations or mapping.offload_optimizer or mapping.phases > 1) and not (
         workload.machine.device.streaming_bytes_per_second
     ):
@@ -300,7 +300,7 @@ def check(mapping: Mapping, workload: Workload) -> None:
 
 
 def check_model(mapping: Mapping, model: Model) -> None:
-    """Raise MappingError if the tensor group or the stages of ``mapping`` do not divide ``model``."""
+    """Raise MappingError if the layers or sizes of ``model`` do not divide over the devices of ``mapping``."""
     _check_tensor(mapping, model)
     pipeline, interleave = mapping.pipeline, mapping.interleave
     if pipeline * interleave > model.num_layers:
@@ -316,7 +316,7 @@ def check_model(mapping: Mapping, model: Model) -> None:
 
 
 def _check_tensor(mapping: Mapping, model: Model) -> None:
-    """Raise MappingError if the tensor group does not divide the sizes of the model or the sequence."""
+    """Raise MappingError if tensor or sequence parallelism does not divide the model's sizes."""
     if undivided := model.undivided(mapping.tensor):
         name, number = undivided[0]
         near = [t for t in divisors(number) if not model.undivided(t)]
@@ -336,7 +336,7 @@ def _check_tensor(mapping: Mapping, model: Model) -> None:
 
 
 def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
-    """Raise MappingError if phases, interleaving and schedule do not fit each other or the model's layers."""
+    """Raise MappingError if phases, interleaving and schedule contradict each other or the model."""
     model, pipeline, interleave = workload.model, mapping.pipeline, mapping.interleave
     most = most_phases(model, pipeline, are_layers=mapping.has_layer_phases)
     if mapping.phases > most:
@@ -360,7 +360,7 @@ def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
 
 
 def _check_batch(mapping: Mapping, global_batch: int) -> None:
-    """Raise MappingError if the replicas and the micro batch do not divide the global batch."""
+    """Raise MappingError if replicas and micro batch do not divide the global batch."""
     if global_batch % mapping.micro_batch:
         raise MappingError(
             f"micro_batch={mapping.micro_batch} does not divide a global batch of {global_batch}: "
@@ -375,7 +375,7 @@ def _check_batch(mapping: Mapping, global_batch: int) -> None:
 
 
 def _check_shards(mapping: Mapping) -> None:
-    """Raise MappingError if the numbers of shards do not divide the replicas or do not fit the sharding."""
+    """Raise MappingError if the numbers of shards do not divide the replicas, or contradict ``sharding``."""
     weights, optimizer = mapping.weight_shards, mapping.optimizer_shards
     for name, number in (("weight_shards", weights), ("optimizer_shards", optimizer)):
         if mapping.replicas % number:
@@ -400,7 +400,7 @@ def _check_shards(mapping: Mapping) -> None:
 
 
 def saved(mapping: Mapping, workload: Workload) -> str:
-    """Return ``mapping`` as the text of a JSON file that `poprun --parallelism` reads."""
+    """Return ``mapping`` as the text of a JSON file, which `poprun --parallelism` reads."""
     table = {
         "schema": SCHEMA,
         "model": workload.model.name,
@@ -415,7 +415,7 @@ def saved(mapping: Mapping, workload: Workload) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedMapping:
-    """The contents of a mapping's file: the mapping, the training settings and the devices."""
+    """The contents of a mapping's file: the mapping, the training settings and the planned devices."""
 
     mapping: Mapping
     training: Training
@@ -423,7 +423,7 @@ class SavedMapping:
 
 
 def loaded(text: str, origin: str, model: Model | None = None) -> SavedMapping:
-    """Return the mapping in the text that `saved` made; MappingError if it was planned for another ``model``."""
+    """Return the mapping in ``text``, which `saved` wrote. Raises MappingError if it is for another ``model``."""
     try:
         table = json.loads(text)
         if table["schema"] != SCHEMA:
@@ -445,26 +445,26 @@ def loaded(text: str, origin: str, model: Model | None = None) -> SavedMapping:
 
 
 def from_table(table: Table[str, Any]) -> Mapping:
-    """Return a mapping with the values in ``table``, whose keys are names such as ``tensor`` or ``tp``."""
+    """Return the mapping with the values in ``table``, whose keys are names such as ``tensor`` or ``tp``."""
     values = {mapping_name(name): value for name, value in table.items()}
     return Mapping(**{name: parse_value(name, _word(value)) for name, value in values.items()})
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """Return ``value``. Raises MappingError if ``value`` is not one of ``choices``."""
+    """Return ``value``. Raises MappingError, which calls it ``name``, if it is not one of ``choices``."""
     if value not in choices:
         raise MappingError(f"{name}={value}: it is one of {', '.join(choices)}")
     return value
 
 
 def _word(value: object) -> str:
-    """Return a value as the text of a mapping has it: ``yes`` or ``no`` for a bool, otherwise ``str(value)``."""
+    """Return a value of a mapping as text: ``yes`` or ``no`` for a bool, ``str(value)`` for all others."""
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 @lru_cache(maxsize=512)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of ``number``, ascending.
+    """Return the divisors of ``number``, ascending; above 10^12 only some of the large ones.
 
     Above 10^12, only divisors up to 10^6, and ``number`` divided by each of these, are returned.
     """
@@ -473,5 +473,5 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _nearest(number: int, legal: Sequence[int]) -> str:
-    """Return the two numbers in ``legal`` that are nearest to ``number``, as text for an error."""
+    """Return the text of the two numbers in ``legal`` that are nearest to ``number``, for an error."""
     return " and ".join(map(str, sorted(sorted(legal, key=lambda n: abs(n - number))[:2])))

@@ -1,4 +1,4 @@
-"""Descriptions of models for the planner: layers with numbers of parameters, bytes of activations and operations.
+"""Descriptions of models: layers with their parameters, activation bytes, and numbers of operations.
 
 The equations of a transformer layer come from Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (arXiv 2205.05198), and are extended to grouped-query heads, gated MLPs and fused attention.
@@ -19,17 +19,17 @@ HALF_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """An amount in two parts: tensor parallelism divides one part, and repeats the other part on each device."""
+    """An amount in two parts: one that tensor parallelism divides, and one that each device has in full."""
 
     divided: float = 0.0  # the part that is divided over the devices of a tensor group
     whole: float = 0.0  # the part that each of these devices has in full, unless sequence parallelism divides it
 
     def on_device(self, tensor: int, *, sequence_parallel: bool = False) -> float:
-        """Return the amount on one device of a tensor group of ``tensor`` devices."""
+        """Return the amount on one of ``tensor`` devices that share each layer by tensor parallelism."""
         return self.divided / tensor + self.whole / (tensor if sequence_parallel else 1)
 
     def __add__(self, other: "Split") -> "Split":
-        """Return the sum of both amounts."""
+        """Return the sum of two amounts, part by part."""
         return Split(divided=self.divided + other.divided, whole=self.whole + other.whole)
 
 
@@ -38,7 +38,7 @@ _NOTHING: Final = Split()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """A layer, or a run of equal layers. All amounts are the amounts of one layer."""
+    """A layer of a model, or several equal layers in a row. All amounts are for one layer."""
 
     name: str  # such as ``block`` or ``embedding``
     count: int = 1  # how many such layers follow each other
@@ -71,7 +71,7 @@ class Layer:
     parts: tuple[float, ...] = (1.0,)  # shares of the parameters between the places where a phase may end
 
     def stored(self, recompute: Recompute) -> Split:
-        """Return the bytes of activations that one sample leaves for the backward pass, given ``recompute``."""
+        """Return the bytes of activations that one sample leaves for the backward pass, with ``recompute``."""
         if recompute == "none" or not self.can_recompute:
             return self.kept
         if recompute == "layer":
@@ -81,7 +81,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """A model: the layers in order, and the sizes that a tensor group has to divide."""
+    """A model: its layers in order, and the sizes that tensor parallelism has to divide."""
 
     name: str  # the model's usual name
     sequence: int  # tokens of a sample; 1 for models without sequences
@@ -92,7 +92,7 @@ class Model:
     tied_parameters: float = 0.0
 
     def undivided(self, tensor: int) -> list[tuple[str, int]]:
-        """Return the `divisors` that ``tensor`` devices cannot divide; devices may share a head of keys."""
+        """Return the names and sizes of the model that do not divide over ``tensor`` devices."""
         pairs = [(name, number) for name, number in self.divisors if number % tensor]
         return [(name, number) for name, number in pairs if name != "kv_heads" or tensor % number]
 
@@ -104,23 +104,23 @@ class Model:
 
     @cached_property
     def num_layers(self) -> int:
-        """Number of layers in the longest run of equal layers; stages and phases divide these layers."""
+        """Number of layers in the longest run of equal layers, which stages and phases divide."""
         return self.block.count
 
     @cached_property
     def block(self) -> Layer:
-        """The layer that the model repeats most often."""
+        """The layer that the model repeats most often, usually a transformer block."""
         return max(self.layers, key=lambda layer: layer.count)
 
     @cached_property
     def flops_per_sample(self) -> float:
-        """Number of operations of a forward and a backward pass of one sample, without recomputation."""
+        """Number of operations of the forward and backward pass of a sample, without recomputation."""
         return 3 * sum(it.count * (it.matmul_flops + it.attention_flops).on_device(1) for it in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The sizes and options that define a transformer, as papers print them."""
+    """The sizes and options of a transformer, as papers print them."""
 
     layers: int  # number of blocks
     hidden: int  # width of the residual stream
@@ -142,7 +142,7 @@ class Transformer:
     full_loss: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ModelError if a size is out of range or heads do not divide the sizes."""
+        """Raise ModelError if a size is out of range, or heads do not divide the sizes."""
         needed = ("layers", "hidden", "heads", "sequence")
         for name in (*needed, "vocab", "head_width", "kv_heads", "ffn", "positions"):
             least, most = int(name in needed), 10**5 if name == "layers" else 10**9
@@ -155,22 +155,22 @@ class Transformer:
 
     @property
     def query_width(self) -> int:
-        """Width of the queries of all heads together, and of the output of attention."""
+        """Number of query values of a token in all attention heads together."""
         return self.heads * (self.head_width or self.hidden // self.heads)
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys of all heads together; the values have the same width."""
+        """Number of key values of a token in all heads together; there are as many values."""
         return (self.kv_heads or self.heads) * (self.head_width or self.hidden // self.heads)
 
     @property
     def ffn_width(self) -> int:
-        """Width inside the MLP."""
+        """Number of hidden values of a token inside the MLP."""
         return self.ffn or 4 * self.hidden
 
 
 def transformer(numbers: Transformer, name: str = "transformer") -> Model:
-    """Return the model with the sizes ``numbers``; if ``numbers.vocab`` is 0, the model has only the blocks."""
+    """Return the model with the sizes ``numbers``, without embedding and logits if ``numbers.vocab`` is 0."""
     layers: tuple[Layer, ...] = (replace(_block(numbers), count=numbers.layers),)
     if numbers.vocab:
         layers = (_embedding(numbers), *layers, _head(numbers))
@@ -188,7 +188,7 @@ def transformer(numbers: Transformer, name: str = "transformer") -> Model:
 
 
 def _block(n: Transformer) -> Layer:
-    """Return one block of a transformer: attention and an MLP, with a norm before each."""
+    """Return the layer for one block of a transformer: attention and MLP, with a norm before each."""
     width, query, tokens = n.hidden, n.query_width, n.sequence
     attending = 2 * width * (query + n.kv_width)
     matrices = attending + (3 if n.gated else 2) * width * n.ffn_width
@@ -239,7 +239,7 @@ def _block(n: Transformer) -> Layer:
 
 
 def _embedding(n: Transformer) -> Layer:
-    """Return the layer of the embeddings of words and of positions."""
+    """Return the layer for a transformer's embeddings of words and positions."""
     return Layer(
         name="embedding",
         parameters=Split(divided=float(n.vocab * n.hidden), whole=float(n.positions * n.hidden)),
@@ -250,7 +250,7 @@ def _embedding(n: Transformer) -> Layer:
 
 
 def _head(n: Transformer) -> Layer:
-    """Return the layer of the last norm, the logits and the loss."""
+    """Return the layer for a transformer's last norm, the logits and the loss."""
     tokens, matrix = n.sequence, float(n.vocab * n.hidden)
     return Layer(
         name="head",

@@ -1,4 +1,4 @@
-"""The planner of phases: parts of a model that are in memory one after another, while the rest is in a store.
+"""The planner of phases: parts of a model that are in memory one after the other; the rest is in a store.
 
 Two slots of memory hold phases with even and with odd numbers. While one slot's phase computes, the changes of the
 phase before are written from the other slot, and then the next phase is read into this other slot. A slot keeps a
@@ -15,17 +15,18 @@ from typing import Final
 _GIB: Final = 2**30
 _HALVINGS: Final = 64
 _WALKED: Final = 4
-"""The largest number of micro batches that are simulated. Each further one is as long as the third of these."""
+"""The largest number of micro batches that are simulated; each further micro batch takes as long as the last."""
 
 _EQUALLY_FAST: Final = 1.01
 
 _FINE: Final = 16
-"""Up to this number of phases, each number is tried; above, two neighbouring numbers at so many places."""
+"""Up to this number of phases, each number is tried; of the larger numbers, pairs of neighbours at about so many
+places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """The bytes and seconds of a unit, such as a layer, on one instance. A unit is always read as a whole."""
+    """The bytes and seconds of a unit (a layer, or several), which is always read from the store as a whole."""
 
     weight_bytes: float  # the unit's weights, trained or not
     updated_bytes: float  # the part of the weights that this instance updates and writes
@@ -38,13 +39,13 @@ class UnitCost:
     update_seconds: float  # the update of the unit's weights
 
     def slot_bytes(self, *, has_sums: bool) -> float:
-        """Return the bytes that the unit uses in a slot; with ``has_sums``, sums of gradients are included."""
+        """Return the bytes of memory that the unit fills; with ``has_sums``, with sums of gradients."""
         return self.weight_bytes + self.state_bytes + has_sums * self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The settings of a step in phases: number of micro batches, and where weights are updated."""
+    """The settings of a training step in phases: its number of micro batches, and the time of the updates."""
 
     num_micro_batches: int = 1
     updates_apart: bool = False  # whether updates have a pass of their own, because they need all gradients first
@@ -52,13 +53,13 @@ class Loop:
 
     @property
     def has_sums(self) -> bool:
-        """Whether gradients are written to the store and read from it."""
+        """Whether gradients are written to the store and read again, because they are summed up."""
         return self.num_micro_batches > 1 or self.updates_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpeed:
-    """The speed of the store for one instance while all instances of the host read and write."""
+    """The bytes per second of the store for one instance, while all instances of the host use the store."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
@@ -66,7 +67,7 @@ class StoreSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMemory:
-    """The largest number of bytes that a step in phases needs in memory, by kind."""
+    """The largest number of bytes in memory during a step in phases, by kind."""
 
     weights: float  # weights in the two slots, each as large as the slot's largest phase
     state: float  # the optimizer's state in the two slots
@@ -75,13 +76,13 @@ class PhaseMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds together."""
+        """Bytes in memory, the sum of all kinds."""
         return self.weights + self.state + self.sums + self.activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStep:
-    """The predicted duration of a step in phases, by activity, and the bytes that the step reads and writes."""
+    """The predicted seconds of a step in phases, by activity, and the bytes that it reads and writes."""
 
     computing: float  # seconds of passes and updates
     reading: float  # seconds in which the step only waits for reads
@@ -91,7 +92,7 @@ class PhaseStep:
 
     @property
     def seconds(self) -> float:
-        """The duration of the step, in seconds: computing and waiting together."""
+        """Predicted seconds of the step: computing and waiting for the store together."""
         return self.computing + self.reading + self.writing
 
     def grown(self, shorter: "PhaseStep", times: int) -> "PhaseStep":
@@ -102,14 +103,14 @@ class PhaseStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """A division of the units into phases, with the memory and the duration of a step."""
+    """A division of a model's layers into phases, with the memory and the duration of a step."""
 
     cuts: tuple[int, ...]  # the first unit of each phase
     memory: PhaseMemory
     step: PhaseStep
 
     def sentence(self, beside_bytes: float) -> str:
-        """Return the plan as text for a user; ``beside_bytes`` is what the program needs besides the plan."""
+        """Return the plan in words; the program needs ``beside_bytes`` in addition to the plan's memory."""
         number, step, rest = len(self.cuts), self.step, self.memory.activations
         return (
             f"{number} phase{'s' if number > 1 else ''}: {_shown(self.memory.total - rest)} for {min(2, number)} "
@@ -122,7 +123,7 @@ class PhasePlan:
 def plan_phases(
     units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, loop: Loop
 ) -> PhasePlan | PhaseMemory:
-    """Return the plan with the fewest phases that fits ``budget_bytes`` and is at most 1 % slower than any plan.
+    """Return the plan with the fewest phases that fits ``budget_bytes`` and is at most 1 % slower than any.
 
     If no plan fits, return the least memory of a plan. Few large phases are not always fastest, because nothing is
     computed while the last phase is written, and little while the first state of the optimizer is read.
@@ -137,7 +138,7 @@ def plan_phases(
 
 
 def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, loop: Loop) -> PhasePlan:
-    """Return the memory and the duration of a step whose phases begin at the units with the indices ``cuts``."""
+    """Return memory and duration of a step whose phases begin at the units with the indices ``cuts``."""
     phases, number = _joined(units, cuts), loop.num_micro_batches
     step = _walked(phases, speed, replace(loop, num_micro_batches=min(number, _WALKED)))
     if number > _WALKED:
@@ -147,7 +148,7 @@ def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed,
 
 
 def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> PhaseMemory:
-    """Return the memory of a step whose phases begin at the units with the indices ``cuts``."""
+    """Return the memory that a step needs whose phases begin at the units with the indices ``cuts``."""
     phases = _joined(units, cuts)
     size = partial(UnitCost.slot_bytes, has_sums=loop.has_sums)
     slots = [max(part, key=size) for part in (phases[::2], phases[1::2]) if part]
@@ -163,13 +164,13 @@ def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> P
 
 
 def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop) -> tuple[int, ...]:
-    """Return the first unit of each of ``num_phases`` phases, chosen so that the largest phase is smallest."""
+    """Return the index of the first unit of each of ``num_phases`` phases of nearly equal bytes."""
     return even_cuts(tuple(unit.slot_bytes(has_sums=loop.has_sums) for unit in units), num_phases)
 
 
 @lru_cache(maxsize=4096)
 def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
-    """Return where to cut ``sizes`` into ``number`` parts so that the largest sum of a part is smallest."""
+    """Return each part's first index for ``number`` parts of ``sizes`` whose largest sum is smallest."""
     least, most = max(*sizes, sum(sizes) / number), sum(sizes)
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
@@ -178,7 +179,7 @@ def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
 
 
 def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ...]:
-    """Return where at least ``number`` parts of ``sizes`` begin, filled up to ``most`` from the last part on."""
+    """Return where ``number`` or more parts of ``sizes`` begin, with sums up to ``most``, filled from the end."""
     begins, filled = list[int](), 0.0
     for place in reversed(range(1, len(sizes))):
         filled += sizes[place]
@@ -189,13 +190,13 @@ def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ..
 
 
 def numbers_of_phases(most: int) -> list[int]:
-    """Return the numbers of phases to try, up to ``most``; among large numbers, some even and odd neighbours."""
+    """Return the numbers of phases to try, from 1 to ``most``; of the numbers above 16, only some."""
     step = most // _FINE + 1
     return [it for it in range(1, most + 1) if it <= _FINE or it % step in (0, 1) or it >= most - 1]
 
 
 def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
-    """Return the cost of each phase: the sum of the costs of the units in the phase."""
+    """Return the cost of each phase: the sum of the costs of its units, where phases begin at ``cuts``."""
     names = [f.name for f in fields(UnitCost)]
     return [
         UnitCost(**{name: sum(getattr(unit, name) for unit in units[first:last]) for name in names})
@@ -205,7 +206,7 @@ def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """One computation of a phase in a step: a forward pass, a backward pass or an update."""
+    """One computation with a phase in a step: its forward pass, its backward pass or its update."""
 
     phase: int
     computing: float  # seconds
@@ -232,13 +233,13 @@ def _visits(phases: Sequence[UnitCost], loop: Loop) -> Iterator[_Visit]:
 
 
 def _updated(place: int, phase: UnitCost, seconds: float, read_bytes: float) -> _Visit:
-    """Return a computation of ``phase`` that also updates the phase's weights."""
+    """Return a computation that takes ``seconds`` and also updates the weights of ``phase``."""
     seconds += phase.update_seconds
     return _Visit(place, seconds, read_bytes + phase.state_bytes, phase.updated_bytes + phase.state_bytes)
 
 
 def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, loop: Loop) -> PhaseStep:
-    """Simulate a step in phases, and return its duration and bytes.
+    """Simulate a step in phases, and return its duration and the bytes that it reads and writes.
 
     At first phases 0 and 1 are in the slots, unless other instances have changed them (``loop.is_shared``). Only
     one transfer runs at a time. The changes of a visit are written after the read of the next visit, and before

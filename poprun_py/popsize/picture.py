@@ -1,4 +1,4 @@
-"""SVG pictures of a mapping: the cube of devices, and the bar that shows phases of layers."""
+"""SVG pictures of a mapping: the cube of devices that share a model, and a bar that shows its phases."""
 
 from itertools import accumulate, pairwise, product
 from typing import Final
@@ -21,13 +21,13 @@ _BEHIND: Final = (16, 14)  # offset of a replica from the replica in front of it
 _BAR: Final = 28  # height of the bar of phases
 _LEAST: Final = 592
 _NARROWEST: Final = 20
-"""The width, in pixels, that a phase must exceed to have a number in the picture."""
+"""The width in pixels that a phase in the bar must exceed to show its number."""
 _SHOWN: Final = {"stages": 8, "shards": 8, "replicas": 4}
-"""The largest number of stages, shards and replicas that are drawn."""
+"""The largest numbers of stages, shards and replicas that a picture shows."""
 
 
 def cube_svg(one: Candidate, style: str) -> str:
-    """Draw the cube of a mapping in the colours of the style sheet ``style``.
+    """Return an SVG picture of the devices of a mapping as a cube; ``style`` is the style sheet.
 
     Stages are drawn from left to right, shards of a layer downwards, and replicas behind each other.
     """
@@ -56,7 +56,7 @@ def cube_svg(one: Candidate, style: str) -> str:
 
 
 def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], tuple[int, int]]:
-    """Draw the devices below ``top``; return the elements, and the width and height of all devices together.
+    """Return the SVG elements of all devices below ``top``, and the width and height of all devices together.
 
     The first replica is in front, and only its devices have words.
     """
@@ -84,7 +84,7 @@ def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], t
 
 
 def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
-    """Return the words in the devices of a stage: layers, further layers such as logits, and the tensor share."""
+    """Return the lines of text for the devices of a pipeline stage: layers, logits, tensor share."""
     stages = stages_of(model, mapping.pipeline)
     blocks = [sum(n for layer, n in one.layers if layer is model.block) for one in stages]
     first, last = [0, *accumulate(blocks)][stage], list(accumulate(blocks))[stage]
@@ -95,7 +95,7 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
 
 
 def _phase_words(one: Candidate) -> list[str]:
-    """Return the lines that describe the phases of a stage; none if stages have no phases."""
+    """Return lines about the phases, the parts of a stage that are in memory in turn; [] without phases."""
     mapping = one.mapping
     if mapping.phases == 1:
         return []
@@ -107,7 +107,7 @@ def _phase_words(one: Candidate) -> list[str]:
 
 
 def _bar(one: Candidate, top: int, width: int) -> list[str]:
-    """Draw the layers of a stage as a bar that is cut into phases, and return the elements."""
+    """Return the SVG elements of a bar that shows how the layers of a stage are cut into phases."""
     mapping, workload = one.mapping, one.workload
     layers, number = [1] * mapping.phases, -(-workload.model.num_layers // mapping.pipeline)
     if mapping.has_layer_phases:

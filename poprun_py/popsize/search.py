@@ -1,4 +1,4 @@
-"""The search over all legal mappings of a workload, for the fastest that fit and the next faster that does not."""
+"""The search over all legal mappings of a model to devices, for the fastest mappings that fit in memory."""
 
 import math
 from bisect import insort
@@ -23,20 +23,21 @@ _LARGEST_MICRO_BATCH: Final = 64
 _INTERLEAVE: Final = (1, 2, 3, 4, 6, 8)
 _MORE_DEVICES: Final = (2, 4, 8, 16, 32, 64)
 _FEW_SHARDS: Final = 4
-"""Up to this number of sizes of shard groups, all sizes are tried; otherwise only one host and all replicas."""
+"""If a shard group has at most so many possible sizes, each size is tried; otherwise only one host and all
+replicas."""
 _OFFLOADED: Final = ("offload_activations", "offload_optimizer")
 _STATE: Final = ("sharding", "weight_shards", "optimizer_shards", *_OFFLOADED, "phases")
-"""The fields of a mapping that define where its state is kept. The other fields are the shape of the mapping."""
+"""The fields of a mapping that say where its state is kept. The other fields are called the shape of a mapping."""
 
 _MOST_BETTER: Final = 100
-"""The largest number of shapes too large for a device that are tried to find the next faster mapping."""
+"""The largest number of shapes without a fitting mapping that are tried to find the next faster mapping."""
 
 _Values = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A legal mapping of a workload, with the predicted duration of a step and the predicted memory."""
+    """A legal mapping (division of a model over devices), with its predicted duration and memory."""
 
     workload: Workload
     mapping: Mapping
@@ -49,12 +50,12 @@ class Candidate:
 
     @cached_property
     def duration(self) -> Duration:
-        """Predicted seconds of a step, by activity."""
+        """Predicted seconds of a step, divided by activity."""
         return streamed(self.unstreamed, self.workload, self.mapping)
 
     @cached_property
     def unstreamed(self) -> Duration:
-        """Predicted seconds of a step without waits for the slower memory, which are faster to compute."""
+        """Predicted seconds of a step without the waits for the slower memory, by activity."""
         running = self.running or running_duration(self.workload, self.mapping)
         return updated(running, self.workload, self.mapping)
 
@@ -64,27 +65,27 @@ class Candidate:
 
     @property
     def memory(self) -> Memory:
-        """Predicted bytes on the device that needs most memory."""
+        """Predicted bytes of memory on the device that needs most, by kind."""
         return self._fullest[0]
 
     @property
     def stage(self) -> Stage:
-        """The stage whose devices need most memory."""
+        """The pipeline stage whose devices need most memory."""
         return self._fullest[1]
 
     @property
     def missing_bytes(self) -> float:
-        """Number of bytes that are missing on the device that needs most memory; 0 if none are missing."""
+        """Bytes by which the fullest device's memory is too small; 0 if it is large enough."""
         return max(0.0, self.memory.total - self.workload.limit_bytes)
 
     @property
     def missing_streaming_bytes(self) -> float:
-        """Number of bytes that are missing in the slower memory beside that device; 0 if none are missing."""
+        """Bytes by which the slower memory beside the device is too small; 0 if large enough."""
         return max(0.0, self.memory.streaming - self.workload.machine.device.streaming_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory fits into the device and into the slower memory beside the device."""
+        """Whether the mapping fits into the device's memory and the slower memory beside the device."""
         return not self.missing_bytes and not self.missing_streaming_bytes
 
 
@@ -100,13 +101,13 @@ class Answer:
 
 
 def predict(workload: Workload, mapping: Mapping) -> Candidate:
-    """Return ``mapping`` with the predictions for it. Raises MappingError if no program could run ``mapping``."""
+    """Return ``mapping`` with its predicted duration and memory. Raises MappingError if the mapping is illegal."""
     check(mapping, workload)
     return Candidate(workload, mapping)
 
 
 def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -> Answer:
-    """Search the mappings that use all devices and have the ``fixed`` values, until ``num_fastest`` are known.
+    """Return the ``num_fastest`` or more fastest mappings that use all devices and have the ``fixed`` values.
 
     A shape is a mapping without the fields of `_STATE`. Shapes are tried in the order of a lower bound of their
     durations. For each shape, the fastest way to keep state that fits is returned.
@@ -140,7 +141,7 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A mapping without its choice of sharding, offloading and phases (a shape), with all legal such choices.
+    """A mapping whose sharding, offloading and phases are still open (a shape), with all legal choices.
 
     The duration of the passes is a lower bound of the duration with each choice.
     """
@@ -150,14 +151,14 @@ class _Shape:
     ways: list[Mapping]
 
     def candidates(self, workload: Workload) -> Iterator[Candidate]:
-        """Yield a candidate for each legal choice of sharding, offloading and phases."""
+        """Yield a mapping with predictions for each legal choice of sharding, offloading and phases."""
         for way in self.ways:
             mapping = _keeping(self.mapping, way)
             yield Candidate(workload, mapping, None if mapping.has_layer_phases else self.running)
 
 
 def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
-    """Return the candidates of a shape that could beat all earlier ones; the last that fits is the fastest."""
+    """Return those mappings of ``shape`` that beat all before them in the list; the last that fits is fastest."""
     found, best = list[Candidate](), math.inf
     for one in shape.candidates(workload):
         if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simpler
@@ -170,7 +171,7 @@ def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
 def _next_better(
     workload: Workload, best: float, too_large: list[Candidate], hopeless: list[_Shape]
 ) -> Candidate | None:
-    """Return the slowest of the mappings that do not fit but take less than ``best`` seconds; None if none is."""
+    """Return the slowest mapping that does not fit but takes less than ``best`` seconds; None if there is none."""
     bounded = (one for one in hopeless if one.running.total < best)
     near = nlargest(_MOST_BETTER, bounded, key=attrgetter("running.total"))
     every = [*too_large, *(found for one in near for found in one.candidates(workload))]
@@ -179,19 +180,19 @@ def _next_better(
 
 
 def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) -> list[Candidate]:
-    """Return a few candidates of a group of shapes, among which is the candidate that needs least memory."""
+    """Return a few mappings with the given ``shapes`` and ``ways``; one of them needs least memory of all."""
     # One large micro batch may need less memory than several small ones, because phases then keep no sums.
     ends = dict.fromkeys((min(shapes, key=_first_in_memory), max(shapes, key=attrgetter("micro_batch"))))
     return [Candidate(workload, _keeping(shape, way)) for shape in ends for way in ways]
 
 
 def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
-    """Return a sort key by which the shape of a group that needs least memory comes first."""
+    """Return a sort key for shapes of mappings; the one that needs least memory comes first."""
     return shape.micro_batch, shape.schedule != "1f1b", -shape.interleave
 
 
 def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
-    """Return changes of the workload or of ``fixed`` that would make a mapping fit, the smallest change first."""
+    """Return, in words, changes of the machine or of ``fixed`` with which a mapping would fit."""
     found = [_least_lacking(workload, fixed)]
     for name in fixed:
         rest = {key: value for key, value in fixed.items() if key != name}
@@ -207,7 +208,7 @@ def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
 
 
 def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
-    """Return, as text, how much memory the mapping needs that comes nearest to fitting."""
+    """Return, in words, how much memory the mapping needs that comes nearest to fitting."""
     tried = [one for ways, shapes in _groups(workload, fixed) for one in _smallest(workload, shapes, ways)]
     least = min(tried, key=lambda one: (one.missing_bytes + one.missing_streaming_bytes, one.missing_bytes))
     if not least.missing_bytes:
@@ -223,7 +224,7 @@ def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
 
 
 def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...]:
-    """Return the mappings that fit, the fastest first, possibly only one; none if no mapping is legal."""
+    """Return the mappings that fit, fastest first, at least one if any fits; () if no mapping is legal."""
     try:
         return search(workload, fixed, 1).fitting
     except MappingError:
@@ -231,12 +232,12 @@ def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
-    """Return a sort key: a faster candidate comes first, then a candidate that needs less memory."""
+    """Return a sort key for mappings: the faster comes first, and of equally fast ones the smaller."""
     return candidate.duration.total, candidate.memory.total
 
 
 def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
-    """Return groups of shapes with the same legal choices of sharding, offloading and phases.
+    """Return groups of shapes of mappings for which the same sharding, offloading and phases are legal.
 
     Each group is a pair: the choices, and the shapes.
     """
@@ -279,7 +280,7 @@ def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
 
 
 def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
-    """Return the mappings that combine ``shape`` with each legal choice of sharding, offloading and phases.
+    """Return the mappings with the fields of ``shape`` and each legal choice of sharding, offloading, phases.
 
     The simplest choice is first.
 
@@ -303,7 +304,7 @@ def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Ma
 
 
 def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[_Values]:
-    """Return the shardings to try, as fields of a mapping, the simplest first.
+    """Return the choices of sharding to try, as fields of a mapping, the simplest first.
 
     Unsharded state is tried only if it is fixed or there is one replica, because sharded optimizer state takes
     less time and memory. Programs that cut a model into stages do not shard gradients alone.
@@ -324,7 +325,7 @@ def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
 
 
 def _keeping(shape: Mapping, way: Mapping) -> Mapping:
-    """Return ``shape`` with the fields of ``way`` that define where state is kept."""
+    """Return the mapping ``shape`` with sharding, offloading and phases as in the mapping ``way``."""
     return replace(
         way,
         micro_batch=shape.micro_batch,
@@ -336,12 +337,12 @@ def _keeping(shape: Mapping, way: Mapping) -> Mapping:
 
 
 def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
-    """Return the divisors of ``number`` up to ``most``; if ``fixed`` is given, only the divisor equal to it."""
+    """Return the divisors of ``number`` up to ``most``, only ``fixed`` if this is not None and a divisor."""
     return [d for d in divisors(number) if d <= most and fixed in (None, d)]
 
 
 def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[tuple[Schedule, int]]:
-    """Return the schedules to try, each with its number of pieces per stage; GPipe only if it is fixed."""
+    """Return the pipeline schedules to try, each with its number of pieces per stage (interleaving)."""
     found: list[tuple[Schedule, int]] = [("gpipe" if fixed.get("schedule") == "gpipe" else "1f1b", 1)]
     if shape.pipeline > 1 and shape.num_micro_batches(workload.training.global_batch) % shape.pipeline == 0:
         pieces = sorted({*_INTERLEAVE, fixed.get("interleave", 2)} - {1})
@@ -354,7 +355,7 @@ def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
 
 
 def _why_none_is_legal(workload: Workload, fixed: Table[str, Any]) -> str:
-    """Return the text that explains why no mapping with the ``fixed`` values is legal."""
+    """Return the reason, in words, why no mapping with the ``fixed`` values is legal."""
     number, name = workload.machine.num_devices, workload.machine.name
     mapping = completed(fixed, number)
     asked = [key for key in ("tensor", "pipeline", "replicas") if key in fixed]
@@ -369,7 +370,7 @@ def _why_none_is_legal(workload: Workload, fixed: Table[str, Any]) -> str:
 
 
 def _broken_rule(mapping: Mapping, workload: Workload) -> str:
-    """Return the text of the error that `check` raises for ``mapping``; an empty text if ``mapping`` is legal."""
+    """Return the error that `check` raises for ``mapping``, as text; "" if the mapping is legal."""
     try:
         check(mapping, workload)
     except MappingError as error:

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, and the layers of each stage."""
+"""The division of a model's layers into the stages of a pipeline."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,14 +8,14 @@ from popsize.model import Layer, Model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A stage of a pipeline: different layers, each with the number of times that the stage has this layer."""
+    """A pipeline stage: its different layers, each with the number of times that the stage has it."""
 
     index: int  # place in the pipeline, from 0
     layers: tuple[tuple[Layer, int], ...]  # different layers, and the number of each
     tied_parameters: float = 0.0  # parameters that two layers of the stage share
 
     def parameters_on_device(self, tensor: int) -> float:
-        """Return the number of the stage's parameters on each device of a tensor group of ``tensor`` devices."""
+        """Return how many of the stage's parameters are on each of ``tensor`` devices that share it."""
         return (
             sum(n * layer.parameters.on_device(tensor) for layer, n in self.layers) - self.tied_parameters / tensor
         )
@@ -23,7 +23,7 @@ class Stage:
 
 @lru_cache(maxsize=512)
 def stages_of(model: Model, pipeline: int) -> tuple[Stage, ...]:
-    """Cut ``model`` into ``pipeline`` stages of equally many layers; middle stages get the remaining layers.
+    """Cut ``model`` into ``pipeline`` stages with almost equally many layers, and return the stages.
 
     Layers before the repeated layers (embedding) belong to the first stage, and later layers (logits) to the last.
     """
@@ -44,7 +44,7 @@ def stages_of(model: Model, pipeline: int) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=512)
 def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
-    """Return the first stage, the middle stage with most layers, and the last stage; no stage twice."""
+    """Return the first stage, the middle stage with most layers, and the last stage, each once."""
     stages = stages_of(model, pipeline)
     between = stages[1:-1]
     fullest = max(between, key=lambda stage: sum(count for _, count in stage.layers), default=None)
@@ -53,12 +53,12 @@ def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=512)
 def most_parameters(model: Model, pipeline: int, tensor: int) -> float:
-    """Return the number of parameters on a device of the stage that has most parameters."""
+    """Return the number of parameters on each device of the stage with the most parameters."""
     return max(stage.parameters_on_device(tensor) for stage in shown_stages(model, pipeline))
 
 
 def most_phases(model: Model, pipeline: int, *, are_layers: bool) -> int:
-    """Return the largest possible number of phases: the layers, or parts of layers, of the largest stage."""
+    """Return the largest possible number of phases: the layers or layer parts of the largest stage."""
     return max(
         sum(n * (1 if are_layers else len(layer.parts)) for layer, n in stage.layers)
         for stage in shown_stages(model, pipeline)

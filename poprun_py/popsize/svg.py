@@ -1,4 +1,4 @@
-"""Functions that return SVG elements as text, and estimate the width of text. HTML elements have the same form.
+"""Functions that return SVG or HTML elements as text, and estimate the width of text.
 
 Places and sizes are pairs of pixels, to the right and downwards. A style sheet can set the colours, because it can
 distinguish dark from light mode.
@@ -10,7 +10,7 @@ from html import escape
 from typing import Final
 
 NUM_HUES: Final = 8
-"""The number of colours in a style sheet of pictures: the classes ``h0`` to ``h7``."""
+"""The number of colours for devices and instances, which a style sheet defines as classes ``h0`` to ``h7``."""
 
 _CHARACTER: Final = 0.6  # width of a wide character, divided by the size of its font
 _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -18,14 +18,14 @@ _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U001
 
 
 def document(title: str, size: tuple[int, int], *children: str, **attributes: object) -> str:
-    """Return an SVG document with ``title``, ``size`` in pixels, and ``children``, which are markup."""
+    """Return an SVG document with the given title, size in pixels, and elements ``children``."""
     place = {"viewBox": f"0 0 {size[0]} {size[1]}", "width": size[0], "height": size[1]}
     about = element("title", escaped(title))
     return element("svg", about, *children, xmlns="http://www.w3.org/2000/svg", **place, **attributes) + "\n"
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """Return ``<name attributes>children</name>``; ``children`` are markup, and attributes of None are omitted."""
+    """Return the markup ``<name attributes>children</name>``; attributes whose value is None are omitted."""
     words = [
         f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
         for key, value in attributes.items()
@@ -35,7 +35,7 @@ def element(name: str, *children: str, **attributes: object) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return ``text`` escaped for an XML document; characters that XML forbids become U+FFFD."""
+    """Return ``text`` escaped for XML; characters that XML forbids become U+FFFD."""
     return escape(_FORBIDDEN.sub("\ufffd", text)).replace("\n", "&#10;")
 
 
@@ -45,28 +45,28 @@ def rect(
     class_: str | None = None,
     **attributes: object,
 ) -> str:
-    """Return a rectangle of ``size`` with its upper left corner at ``place``, by default at the origin."""
+    """Return an SVG rectangle of ``size`` whose upper left corner is at ``place``, by default at the origin."""
     width, height = size
     return element("rect", class_=class_, x=place[0], y=place[1], width=width, height=height, **attributes)
 
 
 def text(words: str, place: tuple[int, int], size: int, class_: str | None = None, **attributes: object) -> str:
-    """Return an SVG text; ``place`` is the left end of its base line, or the middle if the style centres texts."""
+    """Return an SVG text at ``place``: the left end of its base line, or the middle if the style centres it."""
     return element("text", escaped(words), class_=class_, x=place[0], y=place[1], font_size=size, **attributes)
 
 
 def middle(top: int, height: int, size: int) -> int:
-    """Return the y position of the base line of a text of ``size`` that is centred in ``height`` below ``top``."""
+    """Return the y position of the base line for a text centred in ``height`` pixels below ``top``."""
     return top + (height + size * 7 // 10) // 2
 
 
 def text_width(text: str, size: int) -> int:
-    """Return the largest width that ``text`` may have in pixels, at font size ``size``."""
+    """Return an upper limit for the width of ``text`` in pixels, in a font of ``size`` pixels."""
     return math.ceil(len(text) * size * _CHARACTER)
 
 
 def cut(text: str, width: int, size: int) -> str:
-    """Return ``text``, or if it may be wider than ``width`` pixels, ``text`` with its middle replaced by ``…``."""
+    """Return ``text``; if it may be wider than ``width`` pixels, with its middle replaced by ``…``."""
     most = max(3, int(width / (size * _CHARACTER)))
     if len(text) <= most:
         return text

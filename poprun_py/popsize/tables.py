@@ -1,4 +1,4 @@
-"""The output of poprun-size: tables and lines of text for users, and JSON and CSV for programs."""
+"""The output of poprun-size: tables and lines for users, JSON and CSV for programs."""
 
 import csv
 import io
@@ -30,18 +30,18 @@ _TERMS: Final = tuple(f.name for f in fields(Duration))
 _WITHOUT_DIGITS: Final = 100
 
 Part = Table | str
-"""A part of the printed output: a table, or a line of text."""
+"""A part of the printed output: a table of rich, or a line of text."""
 
 
 def peak_share(candidate: Candidate) -> float:
-    """Return the share of the devices' peak speed that the model uses (MFU); recomputation does not count."""
+    """Return the share of the devices' peak speed that training uses (MFU), without recomputation."""
     workload = candidate.workload
     peak = workload.machine.device.flops_at(workload.training.precision) * candidate.mapping.num_devices
     return workload.model.flops_per_sample * workload.training.global_batch / (candidate.duration.total * peak)
 
 
 def answer_table(answer: Answer, workload: Workload, num_rows: int) -> list[Part]:
-    """Return the parts that print the fastest mappings as a table, and why a faster mapping does not fit."""
+    """Return the printed answer: a table of the fastest mappings, and why a faster one does not fit."""
     rows = [
         (
             str(place),
@@ -75,7 +75,7 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> list[Part
 
 
 def _table(rows: Iterable[Sequence[str]], *numbers: str, names: int = 0, words: str | None = None) -> Table:
-    """Make a table whose rows have ``names`` columns of text, a column per heading in ``numbers``, and words."""
+    """Return a table: ``names`` columns of text, a column for each heading in ``numbers``, one of words."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(numbers), header_style="bold")
     for _ in range(names):
         table.add_column(no_wrap=True)
@@ -89,7 +89,7 @@ def _table(rows: Iterable[Sequence[str]], *numbers: str, names: int = 0, words: 
 
 
 def heading(workload: Workload) -> str:
-    """Return a line that describes the workload: model, batch, precision, optimizer and devices."""
+    """Return one line about the workload: its model, batch, precision, optimizer and devices."""
     model, training, machine = workload.model, workload.training, workload.machine
     return (
         f"{model.name}, {_count(model.num_parameters)} parameters, sequence {model.sequence}, "
@@ -99,13 +99,13 @@ def heading(workload: Workload) -> str:
 
 
 def _count(number: float) -> str:
-    """Return a large number as text, such as ``1.3 billion`` or ``350 million``."""
+    """Return a number as text, such as ``1.3 billion`` or ``350 million``."""
     size, word = next((pair for pair in ((1e9, " billion"), (1e6, " million")) if number >= pair[0]), (1, ""))
     return f"{number / size:.{max(3, len(str(int(number / size))))}g}{word}"
 
 
 def why_not_faster(answer: Answer) -> list[str]:
-    """Return lines that name a faster mapping that does not fit, and the memory that this mapping lacks."""
+    """Return lines that name the next faster mapping, and the memory it lacks; [] if there is none."""
     one = answer.faster
     if one is None:
         return []
@@ -127,20 +127,20 @@ def why_not_faster(answer: Answer) -> list[str]:
 
 
 def where(candidate: Candidate) -> str:
-    """Return the text that names the devices that need most memory."""
+    """Return the name of the devices that need most memory, such as ``each device of stage 0 of 4``."""
     if candidate.mapping.pipeline == 1:
         return "every device"
     return f"each device of stage {candidate.stage.index} of {candidate.mapping.pipeline}"
 
 
 def choices(mapping: Mapping) -> str:
-    """Return the values of a mapping other than its four sizes, as text for `--fix`; ``-`` if there are none."""
+    """Return a mapping's values but for its four main ones, as text for `--fix`; ``-`` if there are none."""
     words = mapping.text.split(",")
     return " ".join(words[4:]) or "-"
 
 
 def _memory_table(candidate: Candidate) -> Table:
-    """Make a table of the memory of the device that needs most, by kind."""
+    """Return a table of the memory of the fullest device, by kind."""
     memory, limit = candidate.memory, candidate.workload.limit_bytes
     rows = [(f"  {kind}", f"{getattr(memory, kind) / GIB:.3f} GiB", "") for kind in _KINDS]
     rows += [("  in all", f"{memory.total / GIB:.3f} GiB", f"of {limit / GIB:.3f}")]
@@ -149,7 +149,7 @@ def _memory_table(candidate: Candidate) -> Table:
 
 
 def _phase_parts(candidate: Candidate) -> list[Part]:
-    """Return a line and a table on the sizes, reads and writes of phases; an empty list if there are no phases."""
+    """Return a line and a table on a mapping's phases (parts in memory in turn); [] without phases."""
     workload = candidate.workload
     if not candidate.mapping.has_layer_phases:
         return []
@@ -174,7 +174,7 @@ def _phase_parts(candidate: Candidate) -> list[Part]:
 
 
 def explanation(candidate: Candidate) -> list[Part]:
-    """Return the parts that print one mapping: the duration by activity, the memory by kind, and the traffic."""
+    """Return the printed explanation of one mapping: its duration, its memory, and its traffic."""
     workload, terms, total = candidate.workload, asdict(candidate.duration), candidate.duration.total
     peak = workload.machine.device.flops_at(workload.training.precision) / TERA
     times = [
@@ -206,11 +206,11 @@ TERM_WORDS: Final = {
     "optimizer": "the update",
     "streaming": "waiting for the slower memory",
 }
-"""The words that describe each field of `Duration`."""
+"""For each activity of a step, a field of `Duration`, the words that explain it to a user."""
 
 
 def traffic(candidate: Candidate) -> list[tuple[str, float, str]]:
-    """Return the bytes that a device sends in a step, as rows of kind, bytes and link; no rows of 0 bytes."""
+    """Return the bytes that a device sends in a step, as rows of kind, bytes and link; without rows of 0 bytes."""
     mapping, workload, number = candidate.mapping, candidate.workload, candidate.num_micro_batches
     machine = workload.machine
     stage = shown_stages(workload.model, mapping.pipeline)[0]
@@ -229,7 +229,7 @@ def traffic(candidate: Candidate) -> list[tuple[str, float, str]]:
 
 
 def answer_json(answer: Answer, workload: Workload, num_rows: int) -> str:
-    """Return the fastest mappings as JSON text, each with its duration by activity and its memory by kind."""
+    """Return the fastest mappings as JSON text, each with its duration and memory."""
     table = {
         "model": workload.model.name,
         "parameters": workload.model.num_parameters,
@@ -245,7 +245,7 @@ def answer_json(answer: Answer, workload: Workload, num_rows: int) -> str:
 
 
 def candidate_table(one: Candidate) -> dict[str, Any]:
-    """Return a mapping and its predictions as a dict that can be written as JSON."""
+    """Return a mapping and its predictions as a dict for JSON."""
     return {
         "mapping": asdict(one.mapping),
         "seconds": one.duration.total,
@@ -265,7 +265,7 @@ def candidate_table(one: Candidate) -> dict[str, Any]:
 
 
 def answer_csv(answer: Answer, num_rows: int) -> str:
-    """Return the fastest mappings as CSV text, one row for each mapping."""
+    """Return the fastest mappings as CSV text, a row for each."""
     rows = [
         asdict(one.mapping)
         | {"accumulation": one.num_micro_batches}
@@ -283,7 +283,7 @@ def answer_csv(answer: Answer, num_rows: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a number of seconds as text, such as ``1.25 s`` or ``3.0 ms``; ``-`` for 0."""
+    """Return ``value`` seconds as text, such as ``1.25 s`` or ``3.0 ms``; ``-`` for 0."""
     if not value:
         return "-"
     if value >= _WITHOUT_DIGITS:
