@@ -1,1 +1,1 @@
-"""The facts about a job: the state of its instances, their reports and curves, and the job's record."""
+"""Facts about a job: the state of its instances, the agents' reports, curves over time, and the job's record."""

@@ -1,4 +1,4 @@
-"""The arrival of instances at collectives: who called each collective last, and how much later. Pure."""
+"""The times at which instances called each collective: which instance called it last, and how much later. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _LEAST_MEMBERS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMoments:
-    """When a program has called the collectives of a process group."""
+    """The times at which a program called the collectives of one process group."""
 
     by_number: Mapping[int, float]  # seconds since 1970, by the number of the collective
     ranks: tuple[int, ...] = ()  # the ranks of the group in the job; empty if torch does not record the ranks
@@ -24,7 +24,7 @@ class GroupMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What one instance has reported at one moment; all numbers except the moments are running totals."""
+    """The report of one instance at one moment. All numbers but times are totals since the program's start."""
 
     at_seconds: float  # monotonic time at which poprun received the report
     groups: Mapping[str, GroupMoments]
@@ -37,7 +37,7 @@ class Look:
 def read_look(
     event: Mapping[str, Any], status: InstanceStatus, at_seconds: float, offset_seconds: float
 ) -> Look | None:
-    """Return what an agent's event reports; None if the program has no counters.
+    """Return the report in an agent's ``event`` on one instance; None if the program has no counters.
 
     The agent's clock is ahead of poprun's clock by ``offset_seconds``.
     """
@@ -68,7 +68,7 @@ def read_look(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A few seconds of a job, and the cost of a step on each instance in these seconds."""
+    """A period of a few seconds of a job, with the time of a step and the delays of each instance."""
 
     began_seconds: float  # since the beginning of the attempt
     ended_seconds: float
@@ -85,11 +85,11 @@ class Window:
 
 
 Arrivals = Mapping[int, float]
-"""The moments at which the members of a process group called one collective, by instance."""
+"""The time at which each member of a process group called one collective, by the index of the instance."""
 
 
 def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
-    """Return the collectives that all members have called, the last member later than ``after``, by time."""
+    """Return the call times of each collective that all members called, the last of them after ``after``."""
     collectives = []
     for name in {name for look in looks.values() for name in look.groups}:
         groups = {index: look.groups[name] for index, look in looks.items() if name in look.groups}
@@ -105,7 +105,7 @@ def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
 def measure_window(
     before: Mapping[int, Look], now: Mapping[int, Look], began_at_seconds: float, after: float
 ) -> Window | None:
-    """Return the window between two looks at all instances; None if no step ended or no collective was called."""
+    """Return the steps and delays between two reports of each instance; None if no step or collective ended."""
     arrivals = find_arrivals(now, after)
     seconds = fmean(now[index].at_seconds - before[index].at_seconds for index in now)
     first, last = (median(look.counters.num_optimizer_steps for look in looks.values()) for looks in (before, now))
@@ -133,13 +133,13 @@ def measure_window(
 
 
 def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
-    """Return the mean time between two collectives, for a program whose steps are not counted."""
+    """Return the mean seconds between two collectives, for a program whose steps nobody counts."""
     ends = [max(it.values()) for it in arrivals]
     return fmean(after - before for before, after in pairwise(ends)) if len(ends) > 1 else 0.0
 
 
 def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
-    """Return the collectives of each whole step; if the steps are not counted, a list for each collective."""
+    """Return the collectives of each whole step, a list for each step; if steps are not counted, one per list."""
     if not any(look.step_ends for look in looks.values()):
         return [[arrival] for arrival in arrivals]
     cycles: dict[int, list[Arrivals]] = {}
@@ -154,17 +154,17 @@ def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[lis
 
 
 def last_of(arrivals: Arrivals) -> int:
-    """Return the instance that called a collective last."""
+    """Return the index of the instance that called the collective last."""
     return max(arrivals, key=lambda index: arrivals[index])
 
 
 def delay_of(instance: int, arrivals: Arrivals) -> float:
-    """Return how much later an instance called a collective than the median of the other instances."""
+    """Return the seconds by which ``instance`` called a collective later than the median of the others."""
     return arrivals[instance] - median(at for other, at in arrivals.items() if other != instance)
 
 
 def _worst_delays(cycle: Sequence[Arrivals]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return each instance's largest delay in a step, and its wait at the collective with the widest spread."""
+    """Return each instance's largest delay in a step, and its wait in the step's most uneven collective."""
     delays: dict[int, float] = {}
     for arrival in cycle:
         for index in arrival:

@@ -1,4 +1,4 @@
-"""Curves of an attempt: the mean of each quantity in equal windows of time, at most 600 windows. Pure."""
+"""Curves of measurements over the time of an attempt: the mean in equal windows, at most 600 windows. Pure."""
 
 import json
 import math
@@ -15,14 +15,14 @@ MAX_WINDOWS: Final = 600  # of a curve; a curve that needs more windows doubles 
 MAX_FOLDED: Final = 16  # instances up to which each has curves of its own
 MAX_NUMBERS: Final = 64  # numbers of an instance; the library lets a program report no more
 OF_NUMBERS: Final = "numbers/"
-"""The beginning of the names of curves that contain numbers of `popdist.report`."""
+"""The beginning of the names of curves of numbers that programs report by `popdist.report`."""
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
 _MOST: Final = 1e300  # so that no sum of values is infinite
 
 
 class WindowedCurve:
-    """One quantity of an instance over the time of an attempt."""
+    """A measured quantity of one instance over time: the mean in each window of equal length."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit  # such as ``1/s``; empty for none
@@ -32,13 +32,13 @@ class WindowedCurve:
         self._weights = array("d")
 
     def add(self, at_seconds: float, value: float) -> None:
-        """Add a value at a moment since the attempt's start."""
+        """Add a measured value to the curve, ``at_seconds`` after the attempt's start."""
         self.last = value
         if math.isfinite(value):
             self._add(at_seconds, max(-_MOST, min(_MOST, value)), 1.0)
 
     def add_rate(self, since_seconds: float, until_seconds: float, amount: float) -> None:
-        """Add what was done between two moments; the curve tells how much was done in a second."""
+        """Add ``amount``, which was done between two moments, to the curve as an amount per second."""
         if until_seconds <= since_seconds:
             return
         self.last = amount / (until_seconds - since_seconds)
@@ -63,7 +63,7 @@ class WindowedCurve:
             self.window_seconds *= 2
 
     def values(self, window_seconds: float) -> list[float | None]:
-        """Return the mean in each window, None if unknown; ``window_seconds`` is 2^n times the curve's width."""
+        """Return the mean, or None, of each window of ``window_seconds``: 2^n times the curve's windows."""
         sums, weights = self._sums, self._weights
         for _ in range(round(math.log2(window_seconds / self.window_seconds))):
             sums, weights = _paired(sums), _paired(weights)
@@ -71,30 +71,30 @@ class WindowedCurve:
 
 
 def _paired(values: "array[float]") -> "array[float]":
-    """Return the sums of neighbours."""
+    """Return the sum of each two neighbours in ``values``: of the items 0 and 1, 2 and 3, and so on."""
     return array("d", (sum(values[index : index + 2]) for index in range(0, len(values), 2)))
 
 
 class InstanceCurves:
-    """The curves of one instance."""
+    """The curves of one instance: a curve for each measured quantity, by name."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, WindowedCurve] = {}
         self._totals: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, unit: str, at_seconds: float, value: float) -> None:
-        """Add a value of a quantity."""
+        """Add a measured value to the curve ``name``, which is made if it does not exist."""
         self._curve(name, unit).add(at_seconds, value)
 
     def add_total(self, name: str, unit: str, at_seconds: float, total: float) -> None:
-        """Add a total that only grows; the curve contains the growth per second."""
+        """Add a total that only grows to the curve ``name``, which contains its growth per second."""
         before_seconds, before = self._totals.get(name, (at_seconds, total))
         self._totals[name] = (at_seconds, total)
         if total >= before and at_seconds > before_seconds:
             self._curve(name, unit).add_rate(before_seconds, at_seconds, total - before)
 
     def add_lines(self, lines: str, delay_seconds: float, now_seconds: float) -> None:
-        """Add the numbers that a program has reported, whose clock shows ``delay_seconds`` less."""
+        """Add the numbers that a program reported in ``lines``, ``delay_seconds`` after its own clock."""
         for line in lines.splitlines():
             told_seconds, numbers = _read_line(line)
             is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds
@@ -111,7 +111,7 @@ class InstanceCurves:
 
 
 def _read_line(line: str) -> tuple[float, dict[str, float]]:
-    """Return the time and the numbers in a line of a program; no numbers if the line has another form."""
+    """Return the time and the numbers in a line of a program's report; no numbers if it is malformed."""
     try:
         at_seconds, numbers = json.loads(line)
         return float(at_seconds), {str(name): float(value) for name, value in numbers.items()}
@@ -120,14 +120,14 @@ def _read_line(line: str) -> tuple[float, dict[str, float]]:
 
 
 class JobCurves:
-    """The curves of all instances of one attempt."""
+    """The curves of measured quantities of all instances in one attempt of a job."""
 
     def __init__(self, num_instances: int, began_at_seconds: float) -> None:
         self._began_at_seconds = began_at_seconds
         self.instances = [InstanceCurves() for _ in range(num_instances)]
 
     def add_look(self, status: InstanceStatus, event: Mapping[str, Any], now_seconds: float) -> None:
-        """Add an agent's measurement of an instance, whose ``status`` already contains the measurement."""
+        """Add an agent's measurement of one instance: memory, processor time, steps, reported numbers."""
         curves, at_seconds = self.instances[status.index], now_seconds - self._began_at_seconds
         if event.get("num_processes"):
             curves.add("memory", "bytes", at_seconds, event["memory_bytes"])
@@ -145,7 +145,7 @@ class JobCurves:
     def add_gpu(
         self, index: int, name: str, busy: float | None, memory_bytes: float | None, now_seconds: float
     ) -> None:
-        """Add the load and the memory of an instance's GPU, as far as the driver reports these values."""
+        """Add the load and the used memory of an instance's GPU, if the driver reports these values."""
         curves, at_seconds = self.instances[index], now_seconds - self._began_at_seconds
         if busy is not None:
             curves.add(f"{name}_busy", "share of the time", at_seconds, busy)
@@ -154,14 +154,14 @@ class JobCurves:
 
 
 def count_steps(status: InstanceStatus) -> int:
-    """Return how many steps a program has made: counted optimizer steps, otherwise steps that it reported."""
+    """Return the number of steps that a program has made: counted optimizer steps, else reported steps."""
     if status.counters is not None and status.counters.num_optimizer_steps:
         return status.counters.num_optimizer_steps
     return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
 
 
 def curves_of(instance: InstanceCurves) -> dict[str, Curve]:
-    """Return the curves of one instance in the form of a job's record."""
+    """Return the curves of one instance as a job's report contains them, by name."""
     return {name: _curve_of(curve) for name, curve in sorted(instance.by_name.items())}
 
 
@@ -176,7 +176,7 @@ def _curve_of(curve: WindowedCurve) -> Curve:
 
 
 def fold_curves(instances: Sequence[InstanceCurves]) -> dict[str, Curve]:
-    """Return one curve for many instances in the form of a job's record: least, median and most per window."""
+    """Return the curves of many instances as one per name, with least, median and largest value per window."""
     names = sorted({name for it in instances for name in it.by_name})
     return {name: _fold([it.by_name[name] for it in instances if name in it.by_name]) for name in names}
 
@@ -199,10 +199,10 @@ def _ends(num_windows: int, window_seconds: float) -> tuple[float, ...]:
 
 
 def _rounded(values: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Return the values with six digits, which are enough for a picture and make the report half as long."""
+    """Return ``values`` with six significant digits, because more make a report twice as long for nothing."""
     return tuple(None if it is None else float(f"{it:.6g}") for it in values)
 
 
 def _known(value: float | None) -> float | str | None:
-    """Return a finite number as a number, and any other number as text, because JSON has no ``nan`` or ``inf``."""
+    """Return a finite number unchanged, and ``nan`` or ``inf`` as text, because JSON lacks these numbers."""
     return value if value is None or math.isfinite(value) else str(value)

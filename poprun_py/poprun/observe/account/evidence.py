@@ -1,4 +1,4 @@
-"""The evidence that an instance reports at a hang or an end: its stacks and its last collectives. Pure.
+"""The evidence of an instance after a hang or a failure: its stacks and its last collectives. Pure.
 
 The evidence comes from the agents (`launch.program_watch`): the stacks of the program and its helpers in the
 format of faulthandler (https://docs.python.org/3/library/faulthandler.html), and the calls in torch's recorder.
@@ -29,12 +29,12 @@ _TYPES: Final = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-"""The names of torch's dtypes in Python, for the names in C++ that torch's recorder uses."""
+"""For each name of a dtype in torch's recorder, which uses C++ names, the name in Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """One call on a stack: its file, line and function."""
+    """One call on the stack of a thread: its file, line and function."""
 
     file: Text
     line: Count
@@ -43,19 +43,19 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """The stacks of one program's threads at one moment."""
+    """The stacks of all threads of one program at one moment."""
 
     threads: tuple[tuple[StackFrame, ...], ...] = ()  # the main thread first; in each thread the latest call last
     processes: tuple[Text, ...] = ()  # the processes in words, from /proc, if there are no stacks
 
     @property
     def main(self) -> tuple[StackFrame, ...]:
-        """The stack of the main thread; empty if there are no stacks."""
+        """The stack of the program's main thread; empty if no stacks are known."""
         return self.threads[0] if self.threads else ()
 
 
 def read_stacks(text: str, processes: Sequence[object]) -> Stacks:
-    """Return the stacks in the text of faulthandler; other lines of the text are ignored."""
+    """Return the stacks in ``text``, which Python's faulthandler printed; other lines are ignored."""
     threads: list[list[StackFrame]] = []
     for line in text.splitlines():
         frame = _FRAME.fullmatch(line)
@@ -76,17 +76,17 @@ def _without_backend(name: str) -> str:
 
 
 def _dtype_name(name: str) -> str:
-    """Return a user's name of the dtype that torch's recorder calls ``name``."""
+    """Return Python's name of a dtype, such as ``float32``, for its name in torch's recorder."""
     return _TYPES.get(name, name)
 
 
 CallKey = tuple[str, int, str]
-"""The group, the number and the name of a collective, which are the same on all instances."""
+"""The process group, the number and the name of a collective, which are the same on all instances."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A collective, or a message, that a program has called."""
+    """A collective, or a message, that a program has called, with its tensors and times."""
 
     name: Annotated[Text, _without_backend]  # such as ``all_reduce``
     group: Text = field(default="", metadata=IF_USED)  # the name of the process group, in a trace
@@ -99,7 +99,7 @@ class Call:
 
     @property
     def key(self) -> CallKey:
-        """What the same collective has on all instances."""
+        """The process group, number and name of the collective: equal on all instances that take part in it."""
         return self.group, self.number, self.name
 
     def __str__(self) -> str:
@@ -109,23 +109,23 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the call's tensors; a dtype without a width in its name, such as bool, counts one byte."""
+        """The size in bytes of the tensors that the program passed to the call."""
         widths = [int(digits[0]) // 8 if (digits := re.search(r"\d+", kind)) else 1 for kind in self.types]
         return sum(width * prod(size) for width, size in zip(widths, self.sizes, strict=False))
 
     @property
     def kind(self) -> str:
-        """The part of the call on which all ranks of a group must agree, in words."""
+        """The name, sizes and dtypes that must be equal on all ranks of the process group, as text."""
         return str(self) if self.name.startswith(_SAME_SIZES) else f"{self.name}({', '.join(self.types[:1])})"
 
 
 _SAME_SIZES: Final = ("all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_allgather_base")
-"""Beginnings of the names of collectives in which all ranks pass tensors of the same sizes."""
+"""The beginnings of the names of collectives to which all ranks pass tensors of the same sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """The calls of one process group in one program."""
+    """The collectives that one program has called in one process group, as torch recorded them."""
 
     name: Text  # torch's name of the group, the same in all its ranks; "0" is the group of all ranks
     ranks: tuple[Index, ...] = ()  # the ranks of the group in the job; empty if torch does not record the ranks
@@ -135,17 +135,17 @@ class GroupRecord:
 
     @property
     def pending(self) -> Call | None:
-        """The first call that has not ended; None if all calls have ended."""
+        """The first call of the program that has not ended; None if all calls have ended."""
         return next((call for call in self.calls if not call.is_done), None)
 
     def find(self, number: int) -> Call | None:
-        """Return the call with that number; None if the record does not contain the call."""
+        """Return the program's call with the number ``number``; None if torch's record has lost it."""
         return next((call for call in self.calls if call.number == number), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Helper:
-    """A process that the program started, such as a data loader's worker."""
+    """A process that a program started, such as a DataLoader worker, with its stacks."""
 
     pid: int
     process: Text  # the process in words, from /proc
@@ -154,7 +154,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceEvidence:
-    """What one instance reported at a failure or a hang."""
+    """The evidence that one instance reported after a failure or in a hang: stacks, calls, locks."""
 
     stacks: Stacks = _NO_STACKS  # where the program stands; empty if the program has ended or was not asked
     helpers: tuple[Helper, ...] = ()
@@ -168,18 +168,18 @@ class InstanceEvidence:
 
     @property
     def frames(self) -> Iterator[StackFrame]:
-        """All calls on the stacks of the program and its helpers."""
+        """All calls on the stacks of the program and of the processes that it started."""
         for stacks in (self.stacks, self.crash, *(helper.stacks for helper in self.helpers)):
             for thread in stacks.threads:
                 yield from thread
 
     def group(self, name: str) -> GroupRecord | None:
-        """Return the record of the group with that name; None if there is no record."""
+        """Return the program's calls in the process group ``name``; None if there are none."""
         return next((group for group in self.groups if group.name == name), None)
 
 
 def read_evidence(event: Mapping[str, Any], before: InstanceEvidence | None = None) -> InstanceEvidence:
-    """Return the evidence in an agent's event, with the stacks of ``before``; ``before`` if the event is wrong."""
+    """Return the evidence in an agent's ``event``, completed by ``before``, which is older evidence."""
     try:
         return _read(event, before)
     except (PlanError, AttributeError, KeyError, TypeError, ValueError):
@@ -209,6 +209,6 @@ def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> Instance
 
 
 def _read_crash(text: str) -> Stacks:
-    """Return the stack of the thread that crashed; the stack of the main thread if C++ code crashed."""
+    """Return the stack of the thread that crashed, or of the main thread if C++ code crashed."""
     _, current, thread = text.partition("Current thread")
     return read_stacks(current + thread.partition("\n\n")[0] if current else text, ())

@@ -1,4 +1,4 @@
-"""The types of fields in a job's record, each with the rule that a value in a report must follow."""
+"""Types of the fields in a job's report, each with a rule that a value in a report must follow."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The load and the memory of the GPUs on poprun's own host, which the maker's tool prints every five seconds."""
+"""Measurement of the GPUs of poprun's own host: load and memory, printed by the maker's tool every 5 seconds."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ _READ_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """The load and the memory of one GPU at one moment."""
+    """The load and the used memory of one GPU at one moment."""
 
     names: tuple[str, str]  # its number, and its uuid
     busy_share: float | None  # share of the time, 0 to 1; None if the driver does not report the share
@@ -29,7 +29,7 @@ class GpuReading:
 
     @classmethod
     def read(cls, line: str) -> Self | None:
-        """Return the reading in a line (number, uuid, percent, MiB); None if the line has another form."""
+        """Return the measurement in a line of the tool (number, uuid, percent, MiB); None if malformed."""
         try:
             index, uuid, *cells = map(str.strip, line.split(","))
             busy, memory = (float(cell) if cell.isdecimal() else None for cell in cells)
@@ -45,7 +45,7 @@ class GpuReading:
 def watch_gpus(
     plan: LaunchPlan, identity: JobIdentity, environ: Mapping[str, str], curves: JobCurves
 ) -> "GpuWatch | None":
-    """Return a watch over the GPUs of instances on poprun's own host; None if there is no such GPU or no tool."""
+    """Start to measure the GPUs that instances use on poprun's host; None without such a GPU or a tool."""
     network, devices = identity.network, {}
     for index in range(plan.num_instances):
         route = identity.route(plan, index)
@@ -56,7 +56,7 @@ def watch_gpus(
 
 
 class GpuWatch:
-    """A watch that adds what the tool ``words`` prints of ``devices``, by instance, to an attempt's curves."""
+    """A running tool that prints the load of GPUs; the measurements are added to an attempt's curves."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class GpuWatch:
         os.close(writer)
 
     def close(self) -> None:
-        """End the tool; poprun reaps the tool like every other child process."""
+        """End the tool that measures the GPUs; poprun reaps it like every other child process."""
         os.close(self._reader)
         if self._process is not None:
             send([self._process], signal.SIGTERM)
 
     def update(self, now_seconds: float) -> None:
-        """Add what the tool has printed since the last call."""
+        """Add the measurements that the tool has printed since the last call to the curves."""
         try:
             data = os.read(self._reader, _READ_BYTES)
         except BlockingIOError:
@@ -96,7 +96,7 @@ class GpuWatch:
                 self._curves.add_gpu(instance, name, reading.busy_share, reading.memory_bytes, now_seconds)
 
     def _holders(self, reading: GpuReading) -> Iterator[tuple[int, str]]:
-        """Yield the instances that use the GPU, with the GPU's name in their curves; a single GPU is ``gpu``."""
+        """Yield each instance that uses the measured GPU, and the GPU's name in the instance's curves."""
         index, uuid = reading.names
         for instance, devices in self._devices.items():
             if any(it == index or (it.startswith("GPU-") and uuid.startswith(it)) for it in devices):

@@ -1,4 +1,4 @@
-"""The record of a job: the contents of its report, which these dataclasses write as JSON and read. Pure.
+"""The record of a job, whose dataclasses define the keys of a report's JSON. Pure.
 
 Other keys are ignored, so that the report of a later poprun can be read. A missing key has a default. Control
 codes in texts are made visible when a report is read, because programs wrote some of the texts.
@@ -20,7 +20,7 @@ from poprun.text.fields import read_record
 from poprun.text.input_files import parse_json
 
 VERSION: Final = 1
-"""The version of a report's format."""
+"""The version of the format of a job's report."""
 
 MOST_BYTES: Final = 100 * 10**6
 _MILLISECONDS: Final = 1000
@@ -28,7 +28,7 @@ _MILLISECONDS: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A quantity over the time of an attempt: the mean in equal windows; None if the mean is not known."""
+    """A measured quantity over the time of an attempt: its mean in each of several equal windows."""
 
     unit: Text = ""
     seconds: tuple[Seconds, ...]  # the end of each window, since the attempt began
@@ -42,13 +42,13 @@ class Curve:
 
     @property
     def middle(self) -> tuple[float | None, ...]:
-        """The values, or the medians over the instances."""
+        """The values of the curve; for a curve of many instances, the medians over the instances."""
         return self.values or self.median or ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceRecord:
-    """One instance in one attempt: the entry of an instance in the report, whose keys are the fields."""
+    """The entry of one instance in a job's report, for one attempt. The fields are the keys in JSON."""
 
     index: Index
     host: Text
@@ -73,7 +73,7 @@ class InstanceRecord:
     evidence: InstanceEvidence | None = None
 
     def describe_end(self, *, is_over: bool = True) -> str:
-        """Return how the instance ended, in words; ``is_over`` says whether the attempt has ended."""
+        """Return how the instance ended, in words; ``is_over``: the attempt has ended."""
         if self.problem:
             return self.problem
         if self.exit_code is None:
@@ -85,7 +85,7 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """One attempt of a job: the entry of an attempt in the report, whose keys are the fields."""
+    """The entry of one attempt in a job's report. The fields are the keys in JSON."""
 
     started_at: Text
     duration_seconds: Seconds
@@ -106,14 +106,14 @@ class AttemptRecord:
     curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:
-        """Return the curve ``name`` of each instance that has the curve, or the folded curve of a large job."""
+        """Return the curve ``name`` of each instance; of a large job, the one curve of all."""
         curves = [it.curves[name] for it in self.instances if name in it.curves]
         return curves or ([self.curves[name]] if name in self.curves else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """The devices of a host that a job leased."""
+    """The devices of one host that a job had leased, as a report contains them."""
 
     host: Text
     held: tuple[Text, ...]
@@ -123,7 +123,7 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A whole job: the plan, the leases and all attempts."""
+    """The whole report of a job: its plan, its leased devices and all attempts."""
 
     poprun_version: Text
     job_id: Text
@@ -138,14 +138,14 @@ class JobRecord:
 
 
 def utc(epoch_seconds: float) -> str:
-    """Return a time since 1970 as ISO 8601 in UTC, with milliseconds."""
+    """Return a time, in seconds since 1970, as ISO 8601 text in UTC, with milliseconds."""
     milliseconds = round(epoch_seconds * _MILLISECONDS)
     whole, rest = divmod(milliseconds, _MILLISECONDS)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{rest:03}Z"
 
 
 def read_report(text: str, source: str) -> JobRecord:
-    """Return the report in ``text``, which is from the file ``source``. Raises UsageError if it is damaged."""
+    """Return the report in the JSON ``text`` of the file ``source``. Raises UsageError if it is damaged."""
     try:
         values = parse_json(text)
     except ValueError as error:

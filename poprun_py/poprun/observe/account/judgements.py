@@ -1,4 +1,4 @@
-"""The judgements about a job: who is at fault for its end or its hang, and who or what is slow. Pure values.
+"""Judgements about a job, as values: which instance is at fault for its end or hang, and which one is slow.
 
 `judge` makes these values, and a report contains the same values.
 """
@@ -12,7 +12,7 @@ from poprun.observe.account.field_types import Count, Index, Text
 
 
 class Cause(StrEnum):
-    """What the culprit did, or what was done to the culprit."""
+    """The kind of failure for which a job ended or hangs."""
 
     EXCEPTION = "exception"
     EXIT = "exit code"
@@ -29,7 +29,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Who is at fault for the end or the hang of an attempt, and why."""
+    """The judgement which instances are at fault for the end or the hang of an attempt, and why."""
 
     cause: Cause = Cause.UNKNOWN
     culprits: tuple[Index, ...] = ()  # instances, ascending; empty if the culprits are not known
@@ -42,22 +42,22 @@ class Verdict:
 
     @property
     def is_about_absence(self) -> bool:
-        """Whether the culprits run, but do not reach the collective in which the others wait."""
+        """Whether the instances at fault run, but do not call the collective that others wait in."""
         return self.cause in (Cause.ABSENT, Cause.HELPER) and bool(self.culprits)
 
     def place_of(self, instance: int) -> str:
-        """Return where an instance failed or stands, as ``file:line``; an empty text if that is not known."""
+        """Return the line of code where ``instance`` failed or waits, as ``file:line``; "" if not known."""
         return self.places.get(instance, "")
 
     def at(self, instance: int) -> str:
-        """Return the place of an instance as the end of a line, ``, at file:line``; or an empty text."""
+        """Return the end of a line that names the code where ``instance`` failed: ``, at file:line`` or ""."""
         place = self.place_of(instance)
         return f", at {place}" if place else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowness:
-    """An instance for which the others wait, or a slow network, from some moment on."""
+    """The judgement that, for some time, one instance was slow, or the network between hosts."""
 
     instance: Index | None  # None if the network is slow
     phase: Text
@@ -73,14 +73,14 @@ class Slowness:
 
     @property
     def name(self) -> str:
-        """The instance, the link or the network that is slow, in words."""
+        """The slow instance, host's link or network, in words."""
         if self.instance is not None:
             return name_instances([self.instance]) + (f" (host {self.hosts[0]})" if self.hosts else "")
         return f"the link of host {self.hosts[0]}" if len(self.hosts) == 1 else "the network"
 
     @property
     def text(self) -> str:
-        """The slowness in one line, which begins with the slow instance or network."""
+        """One line about the slowness, which begins with the slow instance or network."""
         since = f"step {self.since_step}" if self.since_step else f"{self.since_seconds:.0f} s"
         until = "" if self.until_seconds is None else f" until {self.until_seconds:.0f} s"
         seconds = f"{self.delay_seconds * 1000:.0f} ms a step ({self.share:.0%})"

@@ -1,4 +1,4 @@
-"""The last words of a program: the lines of its standard error that explain the end best. Pure.
+"""The last words of a program: those lines of its standard error that explain best why it ended. Pure.
 
 The last words are the last traceback. torch.distributed puts the rank before each line. The traceback of a
 DataLoader worker is inside the message of another exception. The exceptions of a group become lines of the
@@ -49,7 +49,7 @@ NOISE: Final = re.compile(
     r"|terminate called |  what\(\): |Exception raised from .* first\):|frame #\d+: |\[\S+:\d+\] \[ ?\d+\] "
     r"|Extension modules: "
 )
-"""Lines that the runtime prints after a program's own last words, and frames of C and C++."""
+"""A pattern for lines that the runtime prints after a program's own error, and for frames of C and C++."""
 
 _PROGRESS: Final = re.compile(r"[\d\s.,:%|?█▏▎▍▌▋▊▉]+")
 _ABORT: Final = re.compile(r"terminate called |.*Assertion .* failed")
@@ -61,24 +61,25 @@ _LAUNCHERS_ERRORS: Final = (
     "subprocess.CalledProcessError",
     "RuntimeError: DataLoader worker (pid",
 )
-"""Exceptions that only report the failure of another process, which has printed the reason."""
+"""Exceptions that only report the failure of another process. The other process has printed the reason."""
 
 _ROOT_CAUSE: Final = "Root Cause (first observed failure):"
 _ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
 _ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
 
 WHOLE: Final = re.compile(r"(?:\[rank\d+\]: )?pop(?:dist|torch)\.[\w.]*: ")
-"""The exceptions whose messages poprun never cuts, because they say what to do."""
+"""A pattern for exceptions of popdist and poptorch, whose messages poprun never cuts, because they say what to do.
+"""
 
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 Frame = tuple[str, ...]
-"""The printed lines of one call: the file, and the line of code if Python printed this line."""
+"""The printed lines of one call in a traceback: the file, and the line of code if Python printed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastWords:
-    """The last words of a program; empty if the program wrote nothing."""
+    """The lines with which a program explained its end; empty if the program wrote nothing."""
 
     summary: str = ""  # the line of the exception, otherwise the last line
     place: str = ""  # the user's line that is nearest to the exception, as ``file:line``
@@ -87,7 +88,7 @@ class LastWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traceback:
-    """One traceback: its calls in the printed order, and the exception's line and message."""
+    """A traceback in a program's output: its calls in the printed order, and the exception's message."""
 
     at: int  # the number of the exception's line
     header: str
@@ -99,7 +100,7 @@ class Traceback:
 
     @property
     def root_cause(self) -> tuple[str, ...]:
-        """The part of torchrun's message about the process that failed first."""
+        """The lines of torchrun's message about the process that failed first; () if there are none."""
         return self.message[self.message.index(_ROOT_CAUSE) :] if _ROOT_CAUSE in self.message else ()
 
     @property
@@ -109,7 +110,7 @@ class Traceback:
 
 
 def last_words(tail: Sequence[str]) -> LastWords:
-    """Return the lines of a standard error that show why the program ended: a traceback, or the last lines."""
+    """Return the lines of a program's last output that explain its end: a traceback, or the last lines."""
     lines = [_shorten(without_codes(line).expandtabs(4).rstrip()) for line in tail]
     lines = _open_groups(lines) if any(_GROUP in line for line in lines) else lines
     tracebacks = _find_tracebacks(lines)
@@ -126,7 +127,7 @@ def last_words(tail: Sequence[str]) -> LastWords:
 
 
 def _open_groups(lines: Sequence[str]) -> list[str]:
-    """Return the lines with exception groups as plain tracebacks; nested exceptions keep only their messages."""
+    """Return ``lines`` with exception groups as plain tracebacks, with only the messages of inner exceptions."""
     opened = []
     for line in lines:
         tag = match[0] if (match := _RANK.match(line)) else ""
@@ -143,24 +144,24 @@ def _open_groups(lines: Sequence[str]) -> list[str]:
 
 
 def without_numbers(text: str) -> str:
-    """Return ``text`` with ``#`` for each number, because equal failures differ in ranks, addresses and sizes."""
+    """Return ``text`` with ``#`` for each number: failures that differ only in numbers are equal."""
     return _NUMBER.sub("#", text)
 
 
 def is_own_code(call: str) -> bool:
-    """Whether a line of a traceback is about the user's own code, and not about a library or popdist."""
+    """Whether ``call``, a line of a traceback, is about the user's code, and not about a library."""
     return not LIBRARY.search(call) and _OURS not in call
 
 
 def _place(frames: Sequence[Frame]) -> str:
-    """Return the file and line of the user's last call, otherwise of the last call; "" if there is no call."""
+    """Return the line of code of the user's last call, else of the last call, as ``file:line``; "" if no call."""
     own_frames = [frame for frame in frames if is_own_code(frame[0])] or frames
     match = _FRAME.match(own_frames[-1][0]) if own_frames else None
     return f"{match[1]}:{match[2]}" if match else ""
 
 
 def _find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
-    """Return every traceback in ``lines``, ordered by the line of its exception."""
+    """Return all tracebacks in the output ``lines`` of a program, ordered by the exception's line."""
     streams: dict[int | None, list[tuple[int, str]]] = {}
     for number, line in enumerate(lines):
         tag = _RANK.match(line)
@@ -174,7 +175,7 @@ def _find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
 
 
 def _parse(lines: Sequence[str]) -> list[Traceback]:
-    """Return the tracebacks that one process printed, in order, with the origin and link in the lines above."""
+    """Return the tracebacks in the output of one process, each with the thread that raised the exception."""
     tracebacks: list[Traceback] = []
     start = number = 0
     while number < len(lines):
@@ -194,7 +195,7 @@ def _parse(lines: Sequence[str]) -> list[Traceback]:
 
 
 def _read_at(lines: Sequence[str], number: int) -> Traceback | None:
-    """Return the traceback that begins at line ``number``; None if no traceback begins there."""
+    """Return the traceback that begins at the line ``number``; None if no traceback begins there."""
     is_syntax_error = bool(_SYNTAX_ERROR.match(lines[number]))
     if lines[number].startswith(_FATAL):
         return _read_crash(lines, number)
@@ -215,7 +216,7 @@ def _read_at(lines: Sequence[str], number: int) -> Traceback | None:
 
 
 def _read_crash(lines: Sequence[str], number: int) -> Traceback | None:
-    """Return Python's own report of a crash as a traceback: the stack of the thread that crashed, reversed."""
+    """Return the stack that Python's faulthandler printed after a crash as a traceback; None if none."""
     start = next((at + 1 for at in range(number, len(lines)) if _FATAL_THREAD.match(lines[at])), None)
     if start is None:
         return None
@@ -227,7 +228,7 @@ def _read_crash(lines: Sequence[str], number: int) -> Traceback | None:
 
 
 def _frames(body: Sequence[str]) -> tuple[Frame, ...]:
-    """Return the calls with the first line of their code; a syntax error also keeps the line with the mark."""
+    """Return the calls in a traceback's lines ``body``, each with the first line of its code."""
     calls: list[list[str]] = []
     for line in body:
         if line.startswith("  File ") or not calls:
@@ -238,7 +239,7 @@ def _frames(body: Sequence[str]) -> tuple[Frame, ...]:
 
 
 def _message(lines: Sequence[str], start: int) -> tuple[str, ...]:
-    """Return the exception's line and the lines after it, up to the first line that is something else."""
+    """Return the exception's line, the line ``start``, and the lines of its message after it."""
     end = start + 1
     while end < len(lines) and not _is_other(lines[end]):
         end += 1
@@ -254,7 +255,7 @@ def _is_other(line: str) -> bool:
 
 
 def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback | None:
-    """Return the traceback that is nearest to the cause; None if the last lines tell more than a traceback."""
+    """Return the traceback that explains the program's end best; None if the last lines say more than any."""
     candidates = [traceback for traceback in tracebacks if not traceback.origin.startswith(_IGNORED)]
     if not candidates:
         return None
@@ -274,7 +275,7 @@ def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback 
 
 
 def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: int) -> list[str]:
-    """Return the excerpt of a traceback: the exception before it in one line, calls that fit, and the message."""
+    """Return the lines to print of a traceback, at most ``max_lines``: earlier exception, calls, message."""
     same = [other for other in tracebacks if other.rank == traceback.rank]
     first = at = same.index(traceback)
     while first > 0 and same[first].link:
@@ -291,14 +292,14 @@ def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: 
 
 
 def _summary(traceback: Traceback) -> str:
-    """Return a traceback in one line: the exception, and the last place in the user's code if there is a place."""
+    """Return one line about a traceback: its exception, and the last call in the user's code, if any."""
     words = _first_words(traceback) or traceback.header
     own_frames = [frame for frame in traceback.frames if is_own_code(frame[0])]
     return f"{words} ({own_frames[-1][0].strip()})" if own_frames else words
 
 
 def _first_words(traceback: Traceback) -> str:
-    """Return the first line of the exception; after a heading such as ``RuntimeError:`` also the next line."""
+    """Return the first line of an exception's message; after a heading such as ``Error:``, also the next."""
     lines = [line.strip() for line in traceback.message if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
@@ -315,7 +316,7 @@ def _condense_message(traceback: Traceback) -> list[str]:
 
 
 def _condense_frames(frames: Sequence[Frame], max_lines: int) -> list[str]:
-    """Return all calls if they fit; otherwise the user's last call, the library's last, and more of the user's.
+    """Return the lines of all calls; if ``max_lines`` are too few, of the user's last calls first.
 
     The message of an exception that popdist raises says more than the line of popdist that raises it.
     """
@@ -348,7 +349,7 @@ def _left_out(num_calls: int) -> list[str]:
 
 
 def _last_lines(lines: Sequence[str]) -> list[str]:
-    """Return the last lines, or the message of an abort; a progress bar is shown only in its last state."""
+    """Return the last lines of an output without a traceback; of a progress bar, only its last state."""
     aborts = [number for number, line in enumerate(lines) if _ABORT.match(line)]
     kept: list[str] = []
     for line in lines[aborts[-1] :] if aborts else lines:
@@ -362,7 +363,7 @@ def _last_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _shorten(line: str) -> str:
-    """Return both ends of a line that is too long to read; an error of popdist stays whole."""
+    """Return both ends of a line that is too long to read; lines of popdist's errors stay whole."""
     if len(line) <= _MAX_LINE or WHOLE.match(line):
         return line
     return f"{line[: _MAX_LINE - _KEPT_END - 3]} … {line[-_KEPT_END:]}"

@@ -1,4 +1,4 @@
-"""Counters of the machine's kernel: each reader returns numbers, and agents call the readers on each host.
+"""Counters of a host's kernel, such as throttling by heat, which agents read and send to poprun.
 
 poprun sends the name of this module to the agents, which load the module in a bare interpreter, so it uses only
 a small part of the standard library. A reader gets a process of the program, and returns totals by name, which
@@ -17,12 +17,12 @@ _MILLISECONDS: Final = 1000.0
 
 
 def read_counters(pid: int) -> dict[str, float]:
-    """Return the counters of all readers."""
+    """Return the totals, by name, that all functions in `READERS` read for the process ``pid``."""
     return {name: total for reader in READERS for name, total in reader(pid).items()}
 
 
 def read_heat(_pid: int, root: str = _CPUS) -> dict[str, float]:
-    """Return how long a core was throttled for heat, in the mean over the cores; nothing without counters."""
+    """Return the seconds for which a core was throttled for heat, on average; {} if the kernel does not count."""
     totals = []
     for cpu in range(_num_cpus(root)):
         folder = f"{root}/cpu{cpu}/thermal_throttle"
@@ -35,7 +35,7 @@ READERS: Final[tuple[Callable[[int], dict[str, float]], ...]] = (read_heat,)
 
 
 def _num_cpus(root: str) -> int:
-    """Return the number of processors, including processors that may be added; ``0-127`` in the file means 128."""
+    """Return the number of processors that the kernel may have, as the folder ``root`` in /sys says."""
     last = _read(f"{root}/possible").rpartition("-")[2]
     return int(last) + 1 if last.isdecimal() else 0
 

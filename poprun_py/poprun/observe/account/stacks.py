@@ -1,4 +1,4 @@
-"""The meaning of stacks: the user's latest call, the collective in which a program waits, and source lines."""
+"""The meaning of a program's stacks: the user's last call, the collective it waits in, and lines of source."""
 
 import linecache
 import os
@@ -29,7 +29,7 @@ ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty
 
 
 def read_lines(evidence: Iterable[InstanceEvidence]) -> ReadLine:
-    """Return a function that returns the source of a stack's line; "" if it could not be read within a second."""
+    """Return a function from file and line to the source line; "" if not readable within one second."""
     # a program often hangs because of the file system that its source lies on, so a thread reads
     places = {(frame.file, frame.line) for known in evidence for frame in known.frames}
     own_first = sorted(places, key=lambda place: (bool(LIBRARY.search(place[0])), place))
@@ -50,13 +50,13 @@ def _read(places: Iterable[Place], found: dict[Place, str]) -> None:
 
 
 def own_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
-    """Return the latest call in code that belongs to no library; None if there is no such call."""
+    """Return the latest call in the user's own code, in no library; None if there is no such call."""
     own_frames = (it for it in reversed(frames) if not LIBRARY.search(it.file) and not it.file.startswith(POPDIST))
     return next(own_frames, None)
 
 
 def collective_of(stacks: Stacks) -> str:
-    """Return the call of torch or JAX in which the program's main thread waits for other instances; "" if none."""
+    """Return the call of torch or JAX in which the main thread waits for other instances; "" if none."""
     whole = stacks.main
     main = _without_backend(whole)
     # DistributedDataParallel waits in C++, below Python's last call
@@ -75,7 +75,7 @@ def collective_of(stacks: Stacks) -> str:
 
 
 def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """Return the stack without the last calls that belong to the backend popdist."""
+    """Return the main thread's stack without the last calls, if they belong to the backend popdist."""
     end = len(main)
     while end and _OF_PYTHON.search(main[end - 1].file):
         end -= 1

@@ -1,4 +1,4 @@
-"""The identity of a job, the state of a job and of its instances at one moment, and names of exit codes. Pure."""
+"""The state of a job and of its instances at one moment, the job's identity, and names of exit codes. Pure."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
 AGENT_KILLED: Final = "its agent was killed"
-"""The problem of an instance whose agent was lost; the kernel has then killed its program."""
+"""The problem of an instance whose agent (parent process) was killed; the kernel has then killed its program."""
 
 AGENT_FROZEN: Final = "nothing was heard of its agent for 30 s: it is stopped, or its host stands still"
-"""The problem of an instance whose agent was stopped (SIGSTOP) and could not be continued."""
+"""The problem of an instance whose agent (parent process) was stopped by SIGSTOP and could not be continued."""
 
 FROZEN_SECONDS: Final = 30.0
-"""The time without a message from an agent after which its instance is lost; agents send a message each second."""
+"""The time without a message of an agent after which its instance is lost. Agents send a message each second."""
 
 HOST_LOST: Final = "its host does not answer any more"
-"""The problem of an instance whose host failed or cannot be reached; the agent on that host ends the program."""
+"""The problem of an instance whose host failed, or cannot be reached; the agent on the host ends the program."""
 
 OWN_NETWORK_LOST: Final = "no other host answers any more: the network of the machine that poprun runs on was cut"
-"""The problem of all instances on other hosts if there are several other hosts and all are lost at once."""
+"""The problem of all instances on other hosts, if poprun loses several other hosts, and all at once."""
 
 SHIM_KILLED: Final = "its shim was killed"
-"""The problem of an instance whose shim was killed, alone or together with the MPI runtime."""
+"""The problem of an instance whose shim (the launcher's child) was killed, alone or with the MPI runtime."""
 
 RUNTIME_KILLED: Final = "the MPI launcher's process on its host was killed"
-"""The problem of an instance if the process that started its shim has ended, such as Hydra's proxy."""
+"""The problem of an instance if the MPI process that started its shim, such as Hydra's proxy, has ended."""
 
 NOT_EXECUTABLE: Final = 126  # a shell's exit code for a program that the shell cannot execute
 NOT_FOUND: Final = 127  # a shell's exit code for a program that does not exist
@@ -46,7 +46,7 @@ NOT_BOUND: Final = 70  # EX_SOFTWARE of sysexits.h: poprun's exit code for an in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """The identity of a job and the number of the current attempt, with the job's network and leases."""
+    """The identity of a job: its id, the number of restarts, its network and its leased devices."""
 
     job_id: str  # the same for all instances and all attempts
     restart_count: int
@@ -57,24 +57,24 @@ class JobIdentity:
     open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
-        """Return the descriptors to send to an agent: the program's ``streams``, and the job's leases."""
+        """Return the descriptors to send to an agent: the program's ``streams``, and locked lease files."""
         if not streams:  # the agent is on another host, to which no descriptor can be sent
             return []
         return [*streams, *(lease.descriptor for lease in self.leases if lease.descriptor is not None)]
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
-        """Return the devices and cores that the job uses on the host of the instance with index ``index``."""
+        """Return the GPUs and cores that the job uses on the host of instance ``index``."""
         leased, route = self.given or plan.named_devices, self.route(plan, index)
         return replace(leased, devices=route.devices) if route is not None and route.devices else leased
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
-        """Return the route to the host of instance ``index``; None if the job runs only on this machine."""
+        """Return how to reach the host of instance ``index``; None if the job has only this machine."""
         return None if self.network is None else self.network.hosts[plan.instance(index).host_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCurve:
-    """Samples of an instance's memory over time: the first, the last, and a limited number in between."""
+    """The memory of an instance over time: the first and the last sample, and some between them."""
 
     # (time, bytes), by time; at most ``MAX_SAMPLES``. The times are monotonic seconds
     samples: tuple[tuple[float, int], ...] = ()
@@ -82,7 +82,7 @@ class MemoryCurve:
     gap_seconds: float = 0.0  # the least time between two kept samples, except before the last sample
 
     def after(self, at_seconds: float, num_bytes: int) -> Self:
-        """Return the curve with one more sample; if samples are too many, drop some."""
+        """Return the curve with one more sample of memory; if samples are too many, without some old ones."""
         before = self.samples
         is_last_kept = len(before) < 2 or before[-1][0] - before[-2][0] >= self.gap_seconds
         samples = (*(before if is_last_kept else before[:-1]), (at_seconds, num_bytes))
@@ -94,7 +94,7 @@ class MemoryCurve:
         return type(self)(samples=samples, peak_bytes=peak_bytes, gap_seconds=gap_seconds)
 
     def with_peak(self, num_bytes: int) -> Self:
-        """Return the curve with a peak of at least ``num_bytes``."""
+        """Return the curve with a peak memory of at least ``num_bytes``."""
         return replace(self, peak_bytes=max(self.peak_bytes, num_bytes))
 
 
@@ -102,7 +102,7 @@ _NO_MEMORY: Final = MemoryCurve()
 
 
 class InstanceState(StrEnum):
-    """The state of an instance. An instance goes through the states in this order."""
+    """The state of an instance, in the order in which an instance has the states."""
 
     AWAITED = "awaited"  # no agent has reported
     READY = "ready"  # the agent waits for the start order
@@ -112,7 +112,7 @@ class InstanceState(StrEnum):
 
 
 class Phase(IntEnum):
-    """The phase of a job. A job never returns to an earlier phase."""
+    """The phase of a job, from start to kill. A job never returns to an earlier phase."""
 
     STARTING = 0
     RUNNING = 1
@@ -123,7 +123,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The memory and processor time of an instance's processes at one moment."""
+    """The memory and processor time of all processes of an instance, at one moment."""
 
     at_seconds: float  # monotonic time at which poprun received the measurement
     memory_bytes: int  # resident memory; of helper processes, only memory that is not shared
@@ -133,7 +133,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineTotals:
-    """The delays that the machine has caused an instance since the program started, and the free memory."""
+    """The delays that a host has caused an instance so far, such as waiting for a core, and free memory."""
 
     run_delay_seconds: float = 0.0  # time in which the main thread was ready to run but had no core
     throttled_seconds: float = 0.0  # time in which the control group's CPU quota stopped the instance
@@ -144,7 +144,7 @@ class MachineTotals:
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Self:
-        """Return the totals that an agent's event contains."""
+        """Return the delays and the free memory that an agent's ``event`` reports."""
         return cls(
             run_delay_seconds=event.get("run_delay_seconds", 0.0),
             throttled_seconds=event.get("throttled_seconds", 0.0),
@@ -157,7 +157,7 @@ class MachineTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
-    """The facts about one instance at one moment, which always change together, by one event of the agent."""
+    """All facts about one instance at one moment. Each event of the instance's agent makes a new status."""
 
     index: int
     state: InstanceState = InstanceState.AWAITED
@@ -182,7 +182,7 @@ class InstanceStatus:
 
     @property
     def cannot_run(self) -> bool:
-        """Whether the program could not even be executed."""
+        """Whether the program could not even be executed, for example because no such file exists."""
         return bool(self.problem) and self.exit_code in (NOT_BOUND, NOT_EXECUTABLE, NOT_FOUND)
 
     @property
@@ -193,13 +193,13 @@ class InstanceStatus:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this instance failed by itself; an end that poprun asked for is no failure."""
+        """Whether the instance failed by itself; an end that poprun asked for is no failure."""
         return bool(self.problem) or (not self.was_stopped and self.exit_code not in (0, None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSnapshot:
-    """The snapshot of a job: every fact from which the policy decides, and nothing else."""
+    """All facts about a job at one moment from which poprun decides what to do next."""
 
     phase: Phase  # how far the job has come
     in_phase_seconds: float  # how long the job has been in this phase
@@ -227,13 +227,13 @@ class JobSnapshot:
 
 
 def name_with_place(instances: Sequence[int], parallelism: Parallelism) -> str:
-    """Return the names of ``instances`` as text, with the position in shared replicas that all of them have."""
+    """Return the names of ``instances``, with the part of a replica that all of them have, as text."""
     common = parallelism.describe(instances)
     return f"{name_instances(instances)} ({common})" if common else name_instances(instances)
 
 
 def shell_code(code: int) -> int:
-    """Return the exit code that a shell shows for ``code``: 128 + n if ``code`` is -n, for signal n."""
+    """Return the exit code that a shell shows for the code ``code``: 128 + n after signal n (``code`` is -n)."""
     return EXIT_OF_SIGNAL - code if code < 0 else code
 
 
@@ -249,11 +249,11 @@ _TOLD_BY_SHELLS: Final = frozenset(
         signal.SIGXCPU,
     }
 )
-"""Signals n for which an exit code of 128 + n means that a shell reports the signal of a program that it ran."""
+"""The signals n for which the exit code 128 + n means that a shell reports the signal n of its child."""
 
 
 def signal_of(code: int) -> int | None:
-    """Return the signal in an exit code: n for -n, and for a shell's 128 + n; None if there is no signal."""
+    """Return the signal n in an exit code -n, or in a shell's exit code 128 + n; None if there is no signal."""
     if code < 0:
         return -code
     return code - EXIT_OF_SIGNAL if code - EXIT_OF_SIGNAL in _TOLD_BY_SHELLS else None

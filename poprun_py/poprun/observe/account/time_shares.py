@@ -1,4 +1,4 @@
-"""The time of a job, split into parts that add up: the one set of words for these parts. Pure."""
+"""The division of a job's time into parts that add up, such as compute and communication. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ PARTS: Final = {
     "outside": "other code",
     "unknown": "not measured",
 }
-"""The parts of a job's time, in the order of the page, with their labels."""
+"""The parts of a job's time in the order of the report, each with its label."""
 
 _PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "compute"}
-"""The part of each phase whose name is not the name of a part."""
+"""For each phase of a program whose name is not the name of a part of time, the part."""
 
 
 def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds: float = 0.0) -> dict[str, float]:
-    """Return the seconds of each phase, with ``waiting_seconds``, the time spent waiting for the slowest instance.
+    """Return the seconds of each phase of a program; ``waiting_seconds`` are taken from communication.
 
     Time before the sampler's start counts as "start". In the backward pass of DistributedDataParallel a program
     waits in C++, so a backward pass without processor time counts as communication or waiting.
@@ -42,20 +42,20 @@ def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTime:
-    """The elapsed time of a job, and how each instance spent this time."""
+    """The elapsed time of a job, and the time of each instance divided into parts."""
 
     elapsed_seconds: float
     instances: Sequence[Mapping[str, float]]  # of each the seconds by part, over all attempts
 
     @property
     def mean_seconds(self) -> dict[str, float]:
-        """The mean time of an instance in each part that is not empty; the parts add up to the elapsed time."""
+        """The mean seconds of the instances in each part; all parts together are the elapsed time."""
         means = {part: sum(it[part] for it in self.instances) / len(self.instances) for part in PARTS}
         return {part: seconds for part, seconds in means.items() if seconds > 0}
 
     @property
     def goodput(self) -> float | None:
-        """The share of the elapsed time in which the instances computed; None if this share was not measured."""
+        """The share of the elapsed time in which the instances computed; None if it was not measured."""
         means = self.mean_seconds
         if not self.elapsed_seconds or "compute" not in means or means.get("unknown", 0.0) > means["compute"]:
             return None
@@ -63,7 +63,7 @@ class JobTime:
 
 
 def find_job_time(attempts: Sequence[AttemptRecord]) -> JobTime:
-    """Return the time of a job, from its attempts, of which there is at least one."""
+    """Return the time of a job, divided into parts for each instance, over all ``attempts``."""
     times = [dict.fromkeys(PARTS, 0.0) for _ in attempts[0].instances]
     began = offsets(attempts)
     ended_seconds = 0.0
@@ -77,13 +77,13 @@ def find_job_time(attempts: Sequence[AttemptRecord]) -> JobTime:
 
 
 def offsets(attempts: Sequence[AttemptRecord]) -> list[float]:
-    """Return when each attempt began, in seconds after the beginning of the first attempt."""
+    """Return the seconds at which each attempt began, counted from the beginning of the first attempt."""
     moments = [datetime.fromisoformat(attempt.started_at).timestamp() for attempt in attempts]
     return [moment - moments[0] for moment in moments]
 
 
 def _parts(attempt: AttemptRecord, instance: InstanceRecord, start: str) -> Iterator[tuple[str, float]]:
-    """Yield the parts of an instance's time in one attempt with their seconds; the first part is ``start``."""
+    """Yield each part of an instance's time in an attempt with its seconds; ``start`` is the first part."""
     whole, before = attempt.duration_seconds, instance.began_seconds
     if before is None:  # the instance never ran
         yield start, whole

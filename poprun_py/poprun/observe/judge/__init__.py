@@ -1,1 +1,1 @@
-"""The conclusions from the facts: who waits for whom, who is at fault, who is slow, whether a restart helps."""
+"""Judgements about a job: who is at fault for its end or its hang, who is slow, and whether to restart."""

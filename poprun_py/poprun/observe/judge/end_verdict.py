@@ -1,4 +1,4 @@
-"""The verdict of an end: whose failure ended a job, and who failed only as a consequence. Pure."""
+"""The verdict of an end: which instance's failure ended a job, and which failed only as a consequence. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ _TORN: Final = re.compile(
     r"|Connection closed by peer \["
     r"|was closed: it ended or was lost|had given up waiting, or failed|did not come within"
 )
-"""Last words of a program that failed only because another program was lost or did not come."""
+"""A pattern for the errors of a program that failed only because it lost another program, or waited in vain."""
 
 _DIFFERENT: Final = re.compile(
     r"collective mismatch in your code|op\.preamble\.length|appears not to match sizes of the same param"
@@ -44,10 +44,10 @@ _DIFFERENT: Final = re.compile(
 _TOO_LONG: Final = "op.preamble.length <= op.nbytes"
 _PARAMETERS: Final = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
 _BROUGHT: Final = re.compile(r"\s*(?:instances?|ranks?) ([\d, and]+): (.+)")
-"""A line of popdist's errors about different calls: the instances and their call."""
+"""A pattern for lines of popdist's error about different collectives: the instances, and their call."""
 
 _LATE: Final = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-"""The error of rank 0 about the ranks that did not reach torch's monitored barrier."""
+"""A pattern for the error of rank 0 that other ranks did not reach torch's monitored barrier."""
 
 _LOADER_FAILED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed|exited|has been)")
 _NO_SPACE: Final = re.compile(
@@ -68,7 +68,7 @@ def find_verdict_of_end(
     reasons: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Return whose failure ended the job; ``reasons`` are probable causes that the machine shows, by instance."""
+    """Return which instances' failures ended the job; ``reasons`` are causes that machines show."""
     failed = sorted((it for it in statuses if it.has_failed), key=order_of_failure)
     victims = [it.index for it in failed if is_torn(words.get(it.index)) and not it.problem]
     stopped = tuple(it.index for it in statuses if it.was_stopped)
@@ -93,7 +93,7 @@ def find_verdict_of_end(
 
 
 def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
-    """Return the verdict of a hang that then ended: an absent instance may have failed and been slow to end."""
+    """Return one verdict for a job that hung and then ended: the hang's, or the end's if it explains the hang."""
     culprits = of_end.culprits
     is_another = bool(of_hang.culprits) and not set(culprits) <= set(of_hang.culprits)
     if is_another or not any(_has_own_words(words.get(it)) for it in culprits):
@@ -107,7 +107,7 @@ def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -
 def awaits_culprit(
     failed: Mapping[int, InstanceStatus], tails: Mapping[int, Sequence[str]], now_seconds: float
 ) -> bool:
-    """Whether all ``failed`` instances have only lost a peer, which may still end by itself in time.
+    """Whether all ``failed`` instances have only lost a peer, which may soon end with the first failure.
 
     The connections of a process close before the process has ended, so an instance that lost a peer may end before
     the peer. ``tails`` are the last lines of each instance; without these lines poprun does not wait.
@@ -119,14 +119,14 @@ def awaits_culprit(
 
 
 def is_torn(said: LastWords | None) -> bool:
-    """Whether a program failed only because it lost another instance, according to the program's last words."""
+    """Whether a program's last words ``said`` show that it failed only because it lost another instance."""
     text = "" if said is None else _last_lines(said)
     is_own = _NO_SPACE.search(text) or "server socket has failed to listen" in text
     return bool(_TORN.search(text)) and not is_own  # NCCL and torch call both an error of connections
 
 
 def _late_for_barrier(words: Mapping[int, LastWords], num_instances: int) -> tuple[int, ...]:
-    """Return the ranks that did not reach a monitored barrier of all instances; none if there was no barrier."""
+    """Return the ranks that did not reach a monitored barrier of torch; () if no error names any."""
     matches = (match for it in words.values() if (match := _LATE.search(_last_lines(it))))
     ranks = next((tuple(map(int, re.findall(r"\d+", match[1]))) for match in matches), ())
     return ranks if max(ranks, default=num_instances) < num_instances else ()
@@ -148,7 +148,7 @@ def _blame(
     reasons: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Blame the first instance that failed by itself, and the instances that failed in the same way."""
+    """Return the verdict that the instance ``first``, and all that failed in the same way, are at fault."""
     last = words.get(first.index, LastWords())
     own_evidence = evidence.get(first.index, InstanceEvidence())
     cause = _cause_of(first, last, reasons.get(first.index, ""))
@@ -169,14 +169,14 @@ def _blame(
 
 
 def _says_the_same(stopped: LastWords | None, said: LastWords) -> bool:
-    """Whether a program failed like another program, but poprun stopped it before it ended."""
+    """Whether a program that poprun ``stopped`` had failed with the same message as another program."""
     if stopped is None or not _has_own_words(stopped):
         return False
     return without_numbers(stopped.summary) == without_numbers(said.summary)
 
 
 def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
-    """Return what is equal for two instances that failed for the same reason."""
+    """Return exit code, problem and message of a failure, which are equal for two equal failures."""
     last = words.get(status.index, LastWords())
     return status.exit_code, status.problem, without_numbers(last.summary)
 
@@ -198,7 +198,7 @@ def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
 
 
 def _has_lost_helper(said: LastWords) -> bool:
-    """Whether a connection to a child process has broken, which happens only if the child process was lost."""
+    """Whether a program lost the connection to its child process, because the child process was lost."""
     is_broken = said.summary.startswith(("ConnectionResetError", "EOFError", "ConnectionRefusedError"))
     return is_broken and any("multiprocessing/" in line or "DataLoader" in line for line in said.lines)
 
@@ -238,7 +238,7 @@ def _different_ends(
 
 
 def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
-    """Return the instances that stand at another line than most instances; none if a place is not known."""
+    """Return the instances that are at another line of code than most; () if a place is not known."""
     parts: dict[str, list[int]] = {}
     for status in statuses:
         parts.setdefault(verdict.place_of(status.index), []).append(status.index)
@@ -246,7 +246,7 @@ def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[in
 
 
 def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
-    """Return the instances by their model's number of parameters, from DistributedDataParallel's errors."""
+    """Return the ranks of each model size, if DistributedDataParallel's errors report different models; or {}."""
     matches = (match for it in words.values() for match in _PARAMETERS.finditer(it.summary))
     numbers = {int(rank): number for match in matches for rank, number in (match.group(1, 2), match.group(3, 4))}
     parts: dict[str, list[int]] = {}
@@ -256,7 +256,7 @@ def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
 
 
 def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
-    """Return the queue with the call of the instance that gloo aborted, which left no record of its calls.
+    """Return ``queue`` with the call of the instance that gloo aborted, which left no record of its calls.
 
     gloo aborts a process that receives more bytes than its call has room for: its call is the smaller one.
     """
@@ -268,12 +268,12 @@ def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
 
 
 def _is_of_models(said: LastWords) -> bool:
-    """Whether a program found that its model differs from the model of rank 0."""
+    """Whether a program found that its model differs from rank 0's model."""
     return "same param" in _last_lines(said)
 
 
 def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
-    """Return the first collective that two programs have called differently; None if there is none."""
+    """Return the first collective for which two programs called different functions; None if there is none."""
     for name in dict.fromkeys(group.name for known in evidence.values() for group in known.groups):
         groups = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
         for number in sorted({call.number for group in groups.values() for call in group.calls}):
@@ -285,7 +285,7 @@ def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
 
 
 def _last_call(known: InstanceEvidence | None) -> str:
-    """Return an instance's last collective, from its record or from its last stack, in words."""
+    """Return the name of the last collective that an instance called, from its records or its stack."""
     known = known or InstanceEvidence()
     calls = [call for group in known.groups for call in group.calls]
     if calls:
@@ -294,7 +294,7 @@ def _last_call(known: InstanceEvidence | None) -> str:
 
 
 def _brought(lines: Iterable[str]) -> dict[str, list[int]]:
-    """Return the instances by their call, from the lines of popdist's error about different calls."""
+    """Return the instances that made each call, from the ``lines`` of popdist's error about different calls."""
     matches = [match for line in lines if (match := _BROUGHT.fullmatch(line))]
     return {match[2]: [int(number) for number in re.findall(r"\d+", match[1])] for match in matches}
 
@@ -306,7 +306,7 @@ def _without_culprit(
     words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Judge a job in which only victims failed: an instance ended early, did not come, or nobody is known."""
+    """Return the verdict if each failed instance lost another one: who ended early or did not come."""
     first_seconds = failed[0].exited_at_seconds or 0.0 if failed else 0.0
     early = [
         it.index

@@ -1,4 +1,4 @@
-"""The findings about a failure: last words, what the machine knows, and the probable cause."""
+"""All that poprun finds out about a failed job: last words, kills by the kernel, and the probable cause."""
 
 import errno
 import re
@@ -34,7 +34,7 @@ _NEARLY: Final = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The facts about a job that did not end well."""
+    """All that poprun has found out about a job that did not end well."""
 
     evidence: Evidence = field(default_factory=Evidence)  # what the machine shows
     # the last words of the instances that ended with an error, by index
@@ -49,11 +49,11 @@ class Findings:
     other_python: str = ""
 
     def words_of(self, instance: int) -> LastWords:
-        """Return the last words of an instance."""
+        """Return the last words of ``instance``: the lines with which the program explained its end."""
         return self.words.get(instance, LastWords())
 
     def reason_of(self, failed: InstanceStatus) -> str:
-        """Return the probable reason of an instance's failure; "" if its end and its last words say everything."""
+        """Return the probable reason why the instance ``failed``, in words; "" if its last words suffice."""
         if self.shortage and failed.problem in (AGENT_KILLED, SHIM_KILLED):
             return self.shortage
         if self.left_early and failed.problem == SHIM_KILLED:
@@ -70,7 +70,7 @@ class Findings:
 
 
 def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
-    """Return the resource that the launcher lacked by its own or its shims' lines, and what to do; "" if none.
+    """Return what the launcher lacked, such as processes, and what to do; "" if it lacked nothing.
 
     A launcher that cannot start a thread may lack a process, or address space for the thread's stack. If
     ``limits`` limit the address space, the text names both.
@@ -86,7 +86,7 @@ def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
-    """Return the reason that the machine shows for an instance's failure; "" if the last words say everything."""
+    """Return the reason that the machine shows for an instance's failure, such as a kill by the kernel; or ""."""
     limits = evidence.limits
     if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # the end of the program then shows no reason
         return ""

@@ -1,4 +1,4 @@
-"""The hang of a job: who waits for whom while no instance makes progress. Pure.
+"""The hang of a job: no instance makes progress while some wait, and which instances wait for which. Pure.
 
 Programs with popdist report that they wait. Other programs that compute almost nothing are asked for their
 stacks. If no program is in a collective and no program computes, all instances stand still. The length of a
@@ -20,7 +20,7 @@ _IDLE_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Instances that wait while no instance makes progress."""
+    """A hang: the instances that wait while no instance makes progress, and the instances that they wait for."""
 
     idle_seconds: float  # for how long none has made progress
     waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by what they wait in
@@ -31,12 +31,12 @@ class Hang:
 
     @property
     def is_suspicion(self) -> bool:
-        """Whether it is still unknown where the instances stand."""
+        """Whether poprun does not yet know in which calls the instances wait."""
         return not self.waiting and not self.standing
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
-    """Return the hang since the last progress of any instance, or ``since_seconds``; None if nobody waits."""
+    """Return the hang since the last progress, or since ``since_seconds``; None if no instance waits."""
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     waiting: dict[str, list[int]] = {}
     for status in running:
@@ -62,7 +62,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 def find_idle(
     statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float, *, are_known: bool = False
 ) -> Hang | None:
-    """Return the hang of programs that report no waiting; None if an instance was not measured.
+    """Return the hang of programs that report no waits, by their stacks; None if an instance was not measured.
 
     ``calls`` are the collectives in which the instances stand. Without any call the hang is only suspected; but if
     ``are_known`` says that all instances were asked, the hang is a standstill.
@@ -96,18 +96,18 @@ def find_idle(
 
 
 def _seconds_since(changed_at_seconds: float | None, status: InstanceStatus, since_seconds: float) -> float:
-    """Return the seconds from an instance's last change to its last measurement: poprun may have slept since."""
+    """Return the seconds from an instance's last change to the time when poprun measured it last."""
     measured_at_seconds = status.usage.at_seconds if status.usage is not None else 0.0
     return measured_at_seconds - max(changed_at_seconds or 0.0, since_seconds)
 
 
 def _changed_at_seconds(status: InstanceStatus) -> float:
-    """Return when an instance last computed or reported progress."""
+    """Return the time at which an instance last used processor time or reported progress."""
     return max(status.busy_at_seconds or 0.0, status.progressed_at_seconds or 0.0)
 
 
 def _takes_part(index: int, progress: Progress) -> bool:
-    """Whether an instance takes part in the collective that the program of ``progress`` waits in."""
+    """Whether the instance ``index`` is a member of the collective that another program waits in."""
     runs = progress.member_runs
     return not runs or any(first <= index <= last for first, last in runs)
 
@@ -120,13 +120,13 @@ def _seems_to_wait(status: InstanceStatus) -> bool:
 
 
 class HangWatch:
-    """A watch for a hang: instances wait, by their own report or by their stacks, and none makes progress."""
+    """The watch for a hang of a job: it searches again and again, and remembers what the user was told."""
 
     def __init__(self) -> None:
         self.hang: Hang | None = None  # the hang that was seen at the last look, or None
         self.is_interactive = False  # whether a program may wait for its user: then only its word counts
         self.is_told = False
-        """Whether the user was told of this hang; one that comes after some progress is another one."""
+        """Whether the user was told of this hang. A hang after some progress is another hang."""
         self._since_seconds = 0.0
         self._next_seconds = 0.0
         self._calls: Mapping[int, str] = {}
@@ -134,16 +134,16 @@ class HangWatch:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether a hang is suspected only because an instance computes nothing."""
+        """Whether a hang is suspected only because some instance computes nothing."""
         return self.hang is not None and self.hang.is_suspicion
 
     @property
     def idle_seconds(self) -> float:
-        """The time without any progress while instances wait; 0 if no instance waits."""
+        """The seconds without progress of any instance while some wait; 0 if none waits."""
         return 0.0 if self.hang is None else self.hang.idle_seconds
 
     def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Search for a hang, at most twice a second, because the search costs more with more instances."""
+        """Search for a hang of the job, at most twice a second, because many instances take long."""
         if now_seconds < self._next_seconds:
             return
         self._next_seconds = now_seconds + _LOOK_SECONDS
@@ -152,11 +152,11 @@ class HangWatch:
             self.is_told = False
 
     def begin_anew(self, now_seconds: float) -> None:
-        """Count the idle time from now on, because the job was suspended until now."""
+        """Count the time without progress from now on, because the job was suspended until now."""
         self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
 
     def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Record the collectives in which instances stand; an instance that computes does not wait there."""
+        """Record in which collectives instances wait, by their stacks, unless they compute."""
         self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
         self._asked_at_seconds = now_seconds
         self.hang, self.is_told = None, False

@@ -1,4 +1,4 @@
-"""Rules that find problems of a job's hosts from the facts about the instances. Pure."""
+"""Rules that find problems of a job's hosts, such as memory that will soon be full. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _LEAST_THROTTLED: Final = 0.05  # of the time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """A problem of a host that a rule has found."""
+    """A problem of a host, such as full memory or throttled processors, that a rule has found."""
 
     kind: str  # which `observe.show.host_words` knows
     host: str
@@ -27,11 +27,11 @@ class HostFinding:
 
 
 HostRule = Callable[[str, Sequence[InstanceStatus]], HostFinding | None]
-"""A function that finds a problem of a host from the status of each instance on the host."""
+"""A function that returns a problem of a host, or None, given the status of each instance on the host."""
 
 
 def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, str]) -> list[HostFinding]:
-    """Return what each rule finds for each host; ``hosts`` has the host of each instance."""
+    """Return the problems that all rules find on the hosts; ``hosts`` has each instance's host."""
     findings = []
     for host in dict.fromkeys(hosts.values()):
         here = [status for status in statuses if hosts[status.index] == host]
@@ -40,7 +40,7 @@ def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, s
 
 
 def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None:
-    """Return a finding if the memory of the host will be full within an hour at the present growth."""
+    """Return the problem that the host's memory, by its growth, will be full within an hour; None if not."""
     rates = {status.index: growth_rate(status.memory) for status in here}
     growing = [status for status in here if rates[status.index] > 0.0]
     room = min((it.machine.room_bytes for it in growing if it.machine and it.machine.room_bytes), default=0)
@@ -54,7 +54,7 @@ def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None
 
 
 def growth_rate(curve: MemoryCurve) -> float:
-    """Return the growth of memory in bytes per second, over the last two thirds; 0 if it is not steady."""
+    """Return the growth of memory in bytes per second, over the last two thirds; 0 if it is unsteady."""
     if not curve.samples:
         return 0.0
     first, last = curve.samples[0][0], curve.samples[-1][0]
@@ -72,7 +72,7 @@ def _rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def find_throttling(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None:
-    """Return a finding if the host's processors, or its control group, were throttled for much of the time."""
+    """Return the problem that a host's processors were throttled for much of the time; None if not."""
     shares = {"heat": 0.0, "quota": 0.0}
     for status in here:
         first, last, usage = status.first_machine, status.machine, status.usage

@@ -1,4 +1,4 @@
-"""The end of one attempt of a job: which failure ended the job, and the exit code of poprun."""
+"""The end of one attempt of a job: which failure ended it, and the exit code of poprun."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ _ORDER_OF_PROBLEMS: Final = {
     RUNTIME_KILLED: 1,
     SHIM_KILLED: 2,
 }
-"""The place of a problem in the order of failures. The place of a program's own failure is 0.
+"""For each problem its place in the order of failures; a program's own failure has the place 0.
 
 A lost host causes failures of programs. A lost agent, launcher or shim is rather a result of a program's failure.
 """
@@ -47,12 +47,12 @@ _LOST: Final = {
     AGENT_KILLED: shell_code(-signal.SIGKILL),
     AGENT_FROZEN: shell_code(-signal.SIGKILL),
 }
-"""The exit code of poprun for each problem; 68 is EX_NOHOST of sysexits.h."""
+"""The exit code of poprun for each problem of an instance; 68 is EX_NOHOST of sysexits.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """The result of one attempt of a job: the last state of all instances, and why the attempt ended.
+    """The end, or the present state, of an attempt: the status of each instance, and why it ended.
 
     All facts that the verdict, the exit code and the report need are in this one value, so that these are pure.
     """
@@ -87,29 +87,29 @@ class JobEnd:
 
     @property
     def has_joined(self) -> bool:
-        """Whether a program has joined the job, by a call of popdist or by JAX's own initialization."""
+        """Whether a program has called popdist, or has initialized JAX by itself."""
         pages = [status.progress for status in self.statuses if status.progress is not None]
         return any(page.has_joined or page.uses_jax for page in pages)
 
 
 def num_lone(statuses: Sequence[InstanceStatus]) -> int:
-    """Return how many instances trained without a connection to other instances; 0 in a job of one instance."""
+    """Return the number of instances that trained without a connection to others; 0 if there is one instance."""
     pages = [status.progress for status in statuses]
     return sum(page is not None and page.has_trained_alone for page in pages) if len(pages) > 1 else 0
 
 
 def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
-    """Return the instance that failed first, by `order_of_failure`; None if no instance failed."""
+    """Return the status of the instance that failed first; None if no instance failed."""
     return min((status for status in statuses if status.has_failed), key=order_of_failure, default=None)
 
 
 def order_of_failure(status: InstanceStatus) -> tuple[int, float]:
-    """Return a sort key for failures: lost hosts, then programs, then lost agents and shims; each by time."""
+    """Return a sort key for failures: lost hosts, then programs, then lost agents and shims; by time."""
     return _ORDER_OF_PROBLEMS.get(status.problem, 0), status.exited_at_seconds or 0.0
 
 
 def failure_at_fault(end: JobEnd) -> InstanceStatus | None:
-    """Return the failure of the culprit that the verdict names, or the first failure if no culprit failed."""
+    """Return the instance whose failure is at fault for the job's end; None if no instance failed."""
     failed = first_failure(end.statuses)
     culprits = end.findings.verdict.culprits if end.findings is not None else ()
     if failed is None or failed.index in culprits:
@@ -118,7 +118,7 @@ def failure_at_fault(end: JobEnd) -> InstanceStatus | None:
 
 
 def has_left(end: JobEnd) -> bool:
-    """Return whether the first failure is a program that ended with exit code 143, not asked by poprun.
+    """Return whether the first program that failed had saved its state and ended with 143, after SIGTERM.
 
     A program ends with this code after it has saved its state because of SIGTERM.
     """
@@ -127,14 +127,14 @@ def has_left(end: JobEnd) -> bool:
 
 
 def failed_while_leaving(end: JobEnd) -> InstanceStatus | None:
-    """Return the first instance that failed after poprun, asked to end, had stopped it; None if none failed."""
+    """Return the first instance that failed while poprun, which was asked to end, stopped it; or None."""
     stopped = (status for status in end.statuses if end.is_terminated and status.was_stopped)
     failed = (status for status in stopped if (status.exit_code or 0) > 0 and status.exit_code != _LEFT)
     return min(failed, key=order_of_failure, default=None)
 
 
 def exit_code(end: JobEnd) -> int:
-    """Return the exit code of poprun for this end of the job."""
+    """Return the exit code of poprun after an attempt that ended like ``end``."""
     failed = failure_at_fault(end)
     if end.is_timed_out:
         return _TIMED_OUT
@@ -159,7 +159,7 @@ def exit_code(end: JobEnd) -> int:
 
 
 def _code_of_leaving(end: JobEnd) -> int:
-    """Return the exit code of poprun after poprun was asked to end."""
+    """Return the exit code of poprun if somebody asked poprun to end the job."""
     if (failed := failed_while_leaving(end)) is not None:
         return failed.exit_code or 0
     ended_well = end.has_started and all(status.exit_code == 0 for status in end.statuses)

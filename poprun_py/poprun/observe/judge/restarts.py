@@ -1,4 +1,4 @@
-"""The decision whether another attempt can help a job that has failed, from the ends of its attempts. Pure."""
+"""The decision whether a restart can help a job that has failed, from the ends of its attempts. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _NOT_THERE: Final = ("ImportError", "ModuleNotFoundError", "SyntaxError", "Inden
 _USAGE_CODE: Final = 2
 _USAGE: Final = re.compile(r"usage: ", re.IGNORECASE)
 _FROM_OUTSIDE: Final = (Cause.LOST, Cause.UNKNOWN, Cause.SIGNAL)
-"""Causes that are, or may be, in the machines: the next attempt may succeed."""
+"""Causes of failures that may be in the machines, so that the next attempt may succeed."""
 
 
 def reason_to_end(ends: Sequence[JobEnd]) -> str:
-    """Return why no further attempt can help, in words; an empty text if another attempt may help."""
+    """Return the reason why no restart can help, in words; "" if another attempt may succeed."""
     last = _failure(ends[-1])
     if last is None:
         return ""
@@ -35,7 +35,7 @@ def reason_to_end(ends: Sequence[JobEnd]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The failure of the first culprit of an attempt."""
+    """The failure of the first instance that is at fault for the end of an attempt."""
 
     verdict: Verdict
     status: InstanceStatus
@@ -47,18 +47,18 @@ class _Failure:
 
     @property
     def num_steps(self) -> int:
-        """The progress of the culprit: reported steps, which may begin at a checkpoint, or counted steps."""
+        """The number of steps of the failed instance: reported steps, or counted steps if they are more."""
         progress = self.status.progress
         return 0 if progress is None else max(progress.num_steps, progress.step or 0)
 
     @property
     def key(self) -> tuple[Cause, str, str]:
-        """The facts that are equal for two attempts that failed in the same way."""
+        """Cause, place and message of the failure, which are equal for two attempts that failed alike."""
         return self.verdict.cause, self.place, without_numbers(self.said.summary)
 
 
 def _failure(end: JobEnd) -> _Failure | None:
-    """Return the failure of an attempt's first culprit; None if nobody, or perhaps a machine, is at fault."""
+    """Return the failure at fault for an attempt's end; None if unknown, or if a machine may be at fault."""
     findings = end.findings or Findings()
     verdict = findings.verdict
     if not verdict.culprits or verdict.cause in _FROM_OUTSIDE:
@@ -68,7 +68,7 @@ def _failure(end: JobEnd) -> _Failure | None:
 
 
 def _hopeless(failure: _Failure) -> str:
-    """Return the error that every attempt would repeat, in words; an empty text if the failure may pass."""
+    """Return the error, such as a wrong import, that every attempt repeats; "" if another attempt may succeed."""
     summary, progress = failure.said.summary, failure.status.progress
     name = summary.partition(":")[0].rpartition(".")[2]
     if failure.verdict.cause is Cause.EXCEPTION and name in _NOT_THERE:

@@ -1,4 +1,4 @@
-"""The judge of slowness: who keeps the others waiting, in which phase, and why, from the last windows. Pure.
+"""The judge of slowness: which instance keeps the others waiting, in which phase, and why. Pure.
 
 An instance is called slow only if it comes later than most others in several windows in a row, by a large part
 of a step, and much later than any other instance.
@@ -15,10 +15,10 @@ from poprun.observe.account.arrivals import Window
 from poprun.observe.account.judgements import Slowness
 
 NUM_WINDOWS: Final = 4
-"""The number of windows in a row that must agree."""
+"""The number of consecutive periods of a few seconds (windows) in which the same instance must be late."""
 
 MOST_WINDOWS: Final = 3 * NUM_WINDOWS
-"""The number of windows that are kept, to find steps that are late now and then."""
+"""The number of the last windows that are kept, to find an instance that is late only in some steps."""
 
 _LEAST_SECONDS: Final = 0.004
 _LEAST_SHARE: Final = 0.1  # of a step
@@ -38,7 +38,7 @@ _OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
 
 
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
-    """Return the instance that was slow in all of the last ``NUM_WINDOWS`` windows; None if there is none.
+    """Return the instance that was late in each of the last windows, with reasons; None if there is none.
 
     ``trip_seconds`` is the longest round trip of a message between hosts; 0 on one host. An instance that is late
     by less than a round trip, or that works no longer than the others, only receives messages later.
@@ -65,7 +65,7 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
 
 
 def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
-    """Return the one instance that is late in some steps, its mean delay and how often; None if there is none.
+    """Return the instance that is late in some steps, with its delay, and how often; or None and ().
 
     Instances that are late by chance are late in turns, so the probability of many late steps of one instance is
     the probability of coin tosses. Windows in which most steps are late do not count.
@@ -91,7 +91,7 @@ def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | Non
 
 
 def _find_latest(windows: Sequence[Window], trip_seconds: float) -> tuple[int, float] | None:
-    """Return the instance that is last in all of the last windows, and its delay in a step; None if none is."""
+    """Return the instance that is late in each of the last windows, and its mean delay; None if there is none."""
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
@@ -115,14 +115,14 @@ def _step_seconds(windows: Sequence[Window]) -> float:
 
 
 def _works_longer(windows: Sequence[Window], instance: int, delay_seconds: float) -> bool:
-    """Whether an instance's own work in a step explains its delay, and not a slow message from the others."""
+    """Whether an instance is late because it works longer, and not because messages reach it late."""
     num_steps = sum(window.num_steps for window in windows)
     work = sum(_excess(windows, instance).values()) - _more(windows, instance, "idle_backward") / num_steps
     return work >= _LEAST_CAUSE * delay_seconds
 
 
 def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
-    """Whether a slowness is over: the instance's recent delays are less than half of the earlier delay."""
+    """Whether a slow instance is fast again: its recent delay is less than half of the earlier delay."""
     if slowness.instance is None:
         return False
     last = windows[-(slowness.num_windows // 2) :]
@@ -133,7 +133,7 @@ def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
 def find_slow_link(
     windows: Sequence[Window], round_trips: Mapping[str, float], own_host: str | None
 ) -> Slowness | None:
-    """Return the hosts with a slow link if communication takes much of a step; None if no link is slow.
+    """Return the hosts with a slow network, if communication takes much of a step; None if not.
 
     ``round_trips`` are the times of a message from poprun's host to each other host and back. If ``own_host`` is
     None, poprun runs outside of the job, and the way from poprun to the hosts does not count.
@@ -172,7 +172,7 @@ def find_slow_link(
 
 
 def _communication(window: Window) -> float:
-    """Return the median time that instances communicate in a step, without waiting for the slowest."""
+    """Return the median seconds of communication in a step, without waits for the slowest instance."""
     return median(
         window.phases[index]["communication"]
         + window.totals[index]["idle_backward"] / window.num_steps
@@ -190,7 +190,7 @@ def _shared_delay(windows: Sequence[Window], instance: int) -> float:
 
 
 def _certainty(windows: Sequence[Window], instance: int) -> float:
-    """Return an instance's mean lead over the next latest instance, divided by the standard error of the mean."""
+    """Return how certainly ``instance`` is the latest: its mean lead, divided by the lead's standard error."""
     leads = [
         delays.get(instance, 0.0) - max(late for index, late in delays.items() if index != instance)
         for window in windows
@@ -202,13 +202,13 @@ def _certainty(windows: Sequence[Window], instance: int) -> float:
 
 
 def _leads(delays: Mapping[int, float], instance: int, least_seconds: float) -> bool:
-    """Whether an instance's delay is large enough to matter, and no other instance is nearly as late."""
+    """Whether ``instance`` is late by ``least_seconds``, and twice as late as any other instance."""
     others = max((late for index, late in delays.items() if index != instance), default=0.0)
     return delays[instance] >= max(least_seconds, _LEAD * others)
 
 
 def find_pause(window: Window) -> tuple[int, str, float] | None:
-    """Return the instance that saved or validated alone in a window, the phase and its seconds; None if none."""
+    """Return the instance that saved or validated alone, the phase and its seconds; None if there is none."""
     for index in window.delays:
         saving = _excess([window], index)["checkpoint"] * window.num_steps
         validating = _more([window], index, "long_forward")
@@ -220,7 +220,7 @@ def find_pause(window: Window) -> tuple[int, str, float] | None:
 
 
 def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
-    """Return how much longer each phase of a step takes on an instance than on most other instances."""
+    """Return for each phase how many seconds of a step it takes longer on ``instance`` than on most others."""
     excess = {}
     for phase in (*_OWN_PHASES, "backward"):
         means = {
@@ -231,7 +231,7 @@ def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
 
 
 def find_phase(windows: Sequence[Window], instance: int) -> str:
-    """Return the phase in which an instance loses the most time.
+    """Return the phase, such as ``data``, in which a slow instance loses the most time.
 
     If the other instances wait in their backward passes, a slow backward pass looks short. Its delay is then the
     delay that no other phase explains. This rest contains all errors, so it must be clearly larger.
@@ -244,7 +244,7 @@ def find_phase(windows: Sequence[Window], instance: int) -> str:
 
 
 def find_reasons(windows: Sequence[Window], instance: int) -> list[str]:
-    """Return what the machine, Python and the data show about a slow instance, the strongest reason first."""
+    """Return why an instance is slow, in words, as machine, Python and data show; strongest reason first."""
     lost = sum(window.delays[instance] * window.num_steps for window in windows)
     seconds = windows[-1].ended_seconds - windows[0].began_seconds
     more = {name: _more(windows, instance, name) for name in windows[0].totals[instance]}
@@ -267,12 +267,12 @@ def find_reasons(windows: Sequence[Window], instance: int) -> list[str]:
 
 
 def waits_for_workers(windows: Sequence[Window], instance: int) -> bool:
-    """Whether an instance loses its time because it waits for the workers of its loader."""
+    """Whether a slow instance loses its time because it waits for its DataLoader's workers."""
     lost = sum(window.delays[instance] * window.num_steps for window in windows)
     return lost > 0.0 and _more(windows, instance, "workers") >= _LEAST_CAUSE * lost
 
 
 def _more(windows: Sequence[Window], instance: int, name: str) -> float:
-    """Return how much larger a total of an instance is than the totals of most other instances."""
+    """Return by how much the total ``name`` of ``instance`` is larger than the totals of most others."""
     totals = {index: sum(window.totals[index][name] for window in windows) for index in windows[0].totals}
     return totals[instance] - median(total for index, total in totals.items() if index != instance)

@@ -1,4 +1,4 @@
-"""The verdict of a hang: whom the others wait for, from the evidence of all instances. Pure.
+"""The verdict of a hang: for which instance the others wait, by their stacks and collectives. Pure.
 
 A wrong name is the worst answer. If two instances do not fit together and no fact shows which instance is
 wrong, the verdict names both instances, and neither instance is the culprit.
@@ -18,7 +18,7 @@ from poprun.observe.account.state import InstanceState, InstanceStatus
 from poprun.observe.judge.hangs import Hang
 
 EVERYBODY: Final = ("0:nccl", "0")
-"""The names in `launch.recorder` of the group of all instances, for calls of NCCL and for calls of gloo."""
+"""The names that torch's recorder gives the process group of all ranks: for calls of NCCL, and of gloo."""
 
 _NANOSECONDS: Final = 1e9
 SAME_CALLS: Final = "all must make the same calls, with the same sizes, in the same order"
@@ -38,7 +38,7 @@ def find_verdict_of_hang(
     evidence: Mapping[int, InstanceEvidence],
     read_line: ReadLine,
 ) -> Verdict:
-    """Return which instance the others wait for, and why."""
+    """Return the verdict of a hang: for which instances the others wait, and why."""
     places = {index: place_text(frame) for index, known in evidence.items() if (frame := latest_own_frame(known))}
     waiting = {index: text for text, indices in hang.waiting.items() for index in indices}
     verdict = Verdict(victims=tuple(sorted(waiting)), places=places)
@@ -73,7 +73,7 @@ def find_verdict_of_hang(
 def _find_outside_of_calls(
     verdict: Verdict, hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict | None:
-    """Return the verdict of a hang without a collective: a file's lock, or a standstill; None for other hangs."""
+    """Return the verdict if instances wait for a file's lock, or stand still; None for other hangs."""
     outside = {*hang.absent, *hang.standing}  # a helper of a waiting instance may wait for a lock by chance
     if any(known.awaited_locks for index, known in evidence.items() if index in outside):
         return _blame_lock(verdict, outside, evidence, read_line)
@@ -83,7 +83,7 @@ def _find_outside_of_calls(
 def _blame_lock(
     verdict: Verdict, outside: Collection[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict:
-    """Blame the instance that holds the lock of a file for which others wait; nobody if no instance holds it."""
+    """Return the verdict that the instance which holds a file's lock is at fault, if any holds it."""
     waiting: dict[tuple[str, str], list[int]] = {}
     for index in sorted(evidence.keys() & outside):
         for lock in evidence[index].awaited_locks:
@@ -103,7 +103,7 @@ def _blame_lock(
 def _blame_standing(
     verdict: Verdict, standing: Sequence[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict:
-    """Return where the instances stand; culprits are instances that wait for a child process that has ended."""
+    """Return the verdict that instances wait for an ended child process, and where the others are."""
     by_line: dict[str, list[int]] = {}
     details = []
     culprits = []
@@ -123,14 +123,14 @@ _MULTIPROCESSING: Final = "/multiprocessing/"
 
 
 def _waits_unsaid(known: InstanceEvidence | None) -> bool:
-    """Whether a program waits in a collective of torch, but has not reported the wait on its progress page."""
+    """Whether a program's stack shows a wait in a collective that the program has not reported."""
     return known is not None and bool(collective_of(known.stacks))
 
 
 def _left_to_finalize(
     hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> tuple[int, ...]:
-    """Return the instances that wait in MPI_Finalize while all others seem to wait for them in a call."""
+    """Return the instances that wait in MPI_Finalize while all others wait for them in a call; or ()."""
     if set(hang.waiting) != {FINALIZE} or not hang.absent:
         return ()
     known = [evidence.get(index, InstanceEvidence()) for index in hang.absent]
@@ -150,7 +150,7 @@ def _blame_lone(
     waiting: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict | None:
-    """Blame instances that wait for a message or for torch's store, if all wait; None if there are none."""
+    """Return the verdict that some wait for a message or torch's store, others in collectives; or None."""
     culprits: tuple[int, ...] = ()
     details: tuple[str, ...] = ()
     for queue in queues:
@@ -182,7 +182,7 @@ _WITH_ROOT: Final = ("broadcast", "reduce(", "gather(", "scatter(")
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
-    """Judge a job in which all instances wait: in different groups, in calls of other sizes, or unexplained."""
+    """Return the verdict if all instances wait: in different groups, with other sizes, or unexplained."""
     for queue in queues:
         if not queue.behind and len({call.sizes for call in queue.calls.values()}) > 1:
             return blame_different(verdict, queue)
@@ -197,7 +197,7 @@ def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """The instances of one process group that wait for the group's other instances."""
+    """The instances of a process group that wait in one collective for other members of the group."""
 
     name: str
     number: int  # the collective of the group that they wait in
@@ -208,16 +208,16 @@ class Queue:
 
     @property
     def has_different_calls(self) -> bool:
-        """Whether members have called different collectives as the same number."""
+        """Whether members called different collectives where all must call the same."""
         return len({call.kind for call in self.calls.values()}) > 1
 
     @property
     def since_epoch_seconds(self) -> float:
-        """When the first instance of the queue began to wait."""
+        """The time at which the first instance began to wait, in seconds since 1970."""
         return min(call.begin_ns for call in self.waiting.values()) / _NANOSECONDS
 
     def describe(self) -> str:
-        """Return who waits in which collective, and which members have not called this collective."""
+        """Return, in words, who waits in which collective, and which members have not called it."""
         who, call = sorted(self.waiting), next(iter(self.waiting.values()))
         which = _of_group(self.name)
         text = (
@@ -236,7 +236,7 @@ def _of_group(name: str) -> str:
 def _queues(
     waiting: Mapping[int, str], statuses: Sequence[InstanceStatus], evidence: Mapping[int, InstanceEvidence]
 ) -> list[Queue]:
-    """Return the queue of each process group in which instances wait, ordered by the time of the first wait."""
+    """Return for each process group the instances that wait in it, ordered by the time of the first wait."""
     pending: dict[str, dict[int, GroupRecord]] = {}
     for index, known in evidence.items():
         group = _group_waited_in(known) if index in waiting else None
@@ -247,7 +247,7 @@ def _queues(
 
 
 def _group_waited_in(known: InstanceEvidence) -> GroupRecord | None:
-    """Return the group whose pending call was made first; None if no call is pending."""
+    """Return the process group in which a program waits: with its earliest open call; None if none is open."""
     open_groups = [group for group in known.groups if group.pending is not None]
     return min(open_groups, key=lambda group: group.pending.begin_ns if group.pending else 0, default=None)
 
@@ -278,7 +278,7 @@ def _queue(
 
 
 def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
-    """Blame the one instance of three or more that called another collective; nobody if no part is smaller."""
+    """Return the verdict that the smaller part of the instances called a wrong collective, if any."""
     alike: dict[str, list[int]] = {}
     for index, call in sorted(queue.calls.items()):
         alike.setdefault(call.kind if queue.has_different_calls else str(call), []).append(index)
@@ -299,7 +299,7 @@ def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
 
 
 def minority(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the smaller of two parts of a job; an empty tuple if the parts are equal or more than two."""
+    """Return the smaller one of two ``parts`` of the instances; () for equal parts, or more than two."""
     if len(parts) != 2 or len(parts[0]) == len(parts[1]):
         return ()
     smaller = min(parts, key=len)
@@ -313,7 +313,7 @@ def _blame_absent(
     evidence: Mapping[int, InstanceEvidence],
     read_line: ReadLine,
 ) -> Verdict:
-    """Blame the instances that run their own code, or wait for a helper, while the others wait for them."""
+    """Return the verdict that instances in their own code, or waiting for a helper, are at fault."""
     details = [] if queue is None else [queue.describe()]
     cause, places = Cause.ABSENT, dict(verdict.places)
     for index in absent:
@@ -354,7 +354,7 @@ def _blame_early(verdict: Verdict, ended: Sequence[int], queue: Queue | None, ha
 def blame_ends(
     verdict: Verdict, ended: Sequence[int], others: Sequence[int], details: Sequence[str], advice: str
 ) -> Verdict:
-    """Blame the instances that have ended; if most have ended, blame the ``others``, which went on."""
+    """Return the verdict that the ended instances are at fault, or the ``others`` if most have ended."""
     verdict = replace(verdict, details=tuple(details), advice=advice)
     if 2 * len(ended) <= len(ended) + len(others):
         return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(ended), victims=tuple(others))
@@ -367,12 +367,12 @@ def _in_line(frame: StackFrame, read_line: ReadLine) -> str:
 
 
 def place_text(frame: StackFrame) -> str:
-    """Return a frame's file and line as ``file:line``."""
+    """Return file and line of a call on a stack as ``file:line``."""
     return f"{frame.file}:{frame.line}"
 
 
 def latest_own_frame(known: InstanceEvidence) -> StackFrame | None:
-    """Return the frame of the user's code in which an instance crashed or stands; None if there is none."""
+    """Return the latest call in the user's code on an instance's stack, or at its crash; None if none."""
     return own_frame(known.crash.main) or own_frame(known.stacks.main)
 
 
@@ -382,12 +382,12 @@ _HELD_UP: Final = ("in an uninterruptible wait", "stopped by")
 
 
 def _is_loading(known: InstanceEvidence) -> bool:
-    """Whether the main thread waits in torch's data loader."""
+    """Whether a program's main thread waits in torch's DataLoader."""
     return any(frame.file.endswith(_LOADER) for frame in known.stacks.main)
 
 
 def stuck_helper(known: InstanceEvidence) -> Helper | None:
-    """Return the helper that the main thread waits for: in user's code, or stopped by the kernel; None if none."""
+    """Return the DataLoader worker that the main thread waits for, stuck in user's code; None if none is."""
     if not known.helpers or not _is_loading(known):
         return None
     return next(
@@ -396,7 +396,7 @@ def stuck_helper(known: InstanceEvidence) -> Helper | None:
 
 
 def helper_frame(helper: Helper) -> StackFrame | None:
-    """Return the frame of the user's code in which a helper stands, after the fork; None if there is none."""
+    """Return the latest call in the user's code on a child process's stack, after its start; None if none."""
     main = helper.stacks.main
     starts = [number for number, frame in enumerate(main) if frame.file.endswith(_PROCESS)]
     return own_frame(main[starts[-1] + 1 :]) if starts else None

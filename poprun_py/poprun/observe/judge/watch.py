@@ -1,4 +1,4 @@
-"""The watch over the speed of a job's instances: questions, answers, and the instances that are slow."""
+"""The watch over the speed of a job's instances: poprun asks each for its collectives, every four seconds."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from poprun.plan.plan import Places
 from poprun.text.ranges import counted
 
 MOST_HELPERS: Final = 8
-"""The number of workers of a loader that are asked for their stacks."""
+"""The largest number of a DataLoader's workers that are asked for their stacks."""
 
 PERIOD_SECONDS: Final = 4.0
 """The time between two questions to all instances about their last collectives."""
@@ -43,16 +43,16 @@ class LookRound:
         self._looks: dict[int, Look] = {}
 
     def is_due(self, now_seconds: float) -> bool:
-        """Whether it is time for the next question."""
+        """Whether it is time to ask all instances again for their last collectives."""
         return now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
 
     def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
-        """Begin to wait for answers; ``ahead_seconds`` says by how much the clock of each instance is ahead."""
+        """Begin to wait for answers of all instances; ``ahead_seconds`` are the leads of their clocks."""
         self._ahead_seconds, self._looks = ahead_seconds, {}
         self._asked, self._asked_at_seconds = set(ahead_seconds), now_seconds
 
     def add(self, event: Mapping[str, Any], status: InstanceStatus, now_seconds: float) -> None:
-        """Record the answer of an instance."""
+        """Record the answer of one instance: its last collectives, and its DataLoader workers' stacks."""
         if status.index in self._asked:
             self._asked.discard(status.index)
             if event.get("stacks"):
@@ -62,7 +62,7 @@ class LookRound:
                 self._looks[status.index] = look
 
     def _record_worker(self, instance: int, stacks: Mapping[str, Any]) -> None:
-        """Record the source line of a loader's worker, if the worker runs the program's own code."""
+        """Record the source line of a DataLoader's worker, if it runs the program's own code."""
         from poprun.observe.account.evidence import read_evidence
         from poprun.observe.judge.verdict import helper_frame
 
@@ -71,7 +71,7 @@ class LookRound:
                 self.stuck_workers[instance] = f"worker {helper.pid} is at {frame.file}:{frame.line}"
 
     def finish(self, now_seconds: float) -> dict[int, Look]:
-        """Return the answers by instance if all have answered or the time is over; otherwise an empty mapping."""
+        """Return the answers by instance, if all have answered or the time is over; else {}."""
         is_late = now_seconds - self._asked_at_seconds >= _ANSWER_SECONDS
         if not self._looks or (self._asked and not is_late):
             return {}
@@ -80,7 +80,7 @@ class LookRound:
 
 
 class PerformanceWatch:
-    """The last windows of one attempt, and the slow instances and pauses that were found in the windows."""
+    """The measured windows of an attempt, and the slow instances and pauses found in them."""
 
     def __init__(self, began_at_seconds: float, places: Places = _NO_HOSTS) -> None:
         self.round = LookRound()
@@ -98,16 +98,16 @@ class PerformanceWatch:
 
     @property
     def lasting(self) -> Slowness | None:
-        """The slowness that lasts now; None if no instance is slow."""
+        """The slow instance, as long as it is slow; None if no instance is slow now."""
         return self.slowdowns[-1] if self.slowdowns and self.slowdowns[-1].until_seconds is None else None
 
     @property
     def all_slowdowns(self) -> list[Slowness]:
-        """The slow link between hosts, if there is a slow link, and the slow instances."""
+        """All slow instances so far, after the slow link between hosts, if there is one."""
         return [*([self.slow_link] if self.slow_link else []), *self.slowdowns]
 
     def note_links(self, round_trips: Mapping[str, float], own_host: str | None) -> list[str]:
-        """Search for a slow link between hosts, which is reported once. Return the lines to print now."""
+        """Search once for a slow link between hosts; return the lines to print about it."""
         if own_host is None and len(round_trips) == 1:
             return []  # all instances share a host, and poprun runs on another host
         self._trip_seconds = max(round_trips.values(), default=0.0)
@@ -117,12 +117,12 @@ class PerformanceWatch:
         return []
 
     def update(self, num_instances: int, now_seconds: float) -> list[str]:
-        """Judge the answers if all instances have answered. Return the lines to print now."""
+        """Handle the answers if all instances have answered; return the lines to print now."""
         looks = self.round.finish(now_seconds)
         return self.add_looks(looks) if len(looks) == num_instances else []
 
     def add_looks(self, looks: Mapping[int, Look]) -> list[str]:
-        """Add the answers of all instances to one question. Return the lines to print now."""
+        """Add the answers of all instances to one question; return the lines to print now."""
         if self._before.keys() != looks.keys():
             self._before = looks
             return []
@@ -134,7 +134,7 @@ class PerformanceWatch:
         return [] if is_first else self._add_window(window, looks)
 
     def _add_window(self, window: Window, looks: Mapping[int, Look]) -> list[str]:
-        """Add a window; return lines about a slowness that begins or ends. Windows with a pause do not count."""
+        """Add a window, if it has no pause; return lines about an instance that is slow, or fast again."""
         for index, seconds in window.waits.items():
             waited = seconds * window.num_steps
             self.waiting_seconds[index] = self.waiting_seconds.get(index, 0.0) + waited
@@ -168,13 +168,13 @@ class PerformanceWatch:
         return lines
 
     def summary(self) -> list[str]:
-        """Return at most five lines about the whole attempt; no lines if all instances were equally fast."""
+        """Return at most five lines about the attempt's slow instances and pauses; [] if none."""
         lines = [*(it.text for it in self.all_slowdowns), *self.describe_pauses()]
         left = len(lines) - _MAX_LINES
         return lines if left <= 0 else [*lines[: _MAX_LINES - 1], f"and {left + 1} more: --report has all"]
 
     def describe_pauses(self) -> list[str]:
-        """Return a line for each instance that has saved or validated alone."""
+        """Return a line for each instance that saved or validated alone."""
         return [
             f"{name_instances([instance])} alone: {phase}, {counted(len(seconds), 'time')}, "
             f"{sum(seconds):.0f} s in all, while the others waited"

@@ -1,1 +1,1 @@
-"""The output about a job: the printed end, the report and its page, the live view, the trace, the metrics."""
+"""The output about a job: the printed end, the report and its HTML page, the live view, trace and metrics."""

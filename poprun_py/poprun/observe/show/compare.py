@@ -1,4 +1,4 @@
-"""The comparison of two reports: what became slower or better, where, and how much more than noise. Pure.
+"""The comparison of the reports of two jobs: what became slower, where, and how much more than noise. Pure.
 
 The noise is a property of the runs. The steps of each run are cut into parts of equal length, and two runs of
 one program may differ as much as these parts differ. The time that instances waited for a core is subtracted
@@ -21,7 +21,7 @@ from poprun.text.screen import visible
 
 NUM_PARTS: Final = 6
 LEAST_CHANGE: Final = 0.04
-"""The least change that counts: two processes of one program differ by nearly as much."""
+"""The smallest change of a step's time that counts: two runs of one program differ by nearly as much."""
 
 LEAST_MEMORY_CHANGE: Final = 0.05
 LEAST_MEMORY_BYTES: Final = 32 * 2**20
@@ -35,7 +35,7 @@ _NOT_OWN: Final = ("start", "waiting", _COMMUNICATION)  # phases in which an ins
 
 
 class Change(StrEnum):
-    """How a figure changed."""
+    """The kinds of change of a number from one report to another."""
 
     NONE = "no difference"
     SLOWER = "slower"
@@ -47,7 +47,7 @@ class Change(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A figure in two reports, and how it changed."""
+    """A number, such as the time of a step, in two reports, and how it changed."""
 
     figure: str
     before: str  # with its unit
@@ -59,20 +59,20 @@ class Difference:
 
     @property
     def is_known(self) -> bool:
-        """Whether the figures differ by more than noise."""
+        """Whether the number differs by more than noise between the two reports."""
         return self.change not in (Change.NONE, Change.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of two reports, and warnings about jobs that are hard to compare."""
+    """All compared numbers of two reports, and warnings if the jobs are hard to compare."""
 
     warnings: tuple[str, ...]
     differences: tuple[Difference, ...]
 
     @property
     def is_worse(self) -> bool:
-        """Whether the second job is slower, or takes more memory."""
+        """Whether the second job is slower, or takes more memory, than the first job."""
         return any(it.change in (Change.SLOWER, Change.MORE) for it in self.differences)
 
 
@@ -87,7 +87,7 @@ def compare(before: JobRecord, after: JobRecord) -> Comparison:
 
 
 def _warnings(before: JobRecord, after: JobRecord) -> Iterator[str]:
-    """Yield reasons why the two jobs may not be comparable."""
+    """Yield reasons why two jobs may not be comparable, such as different programs or sizes."""
     first, second = before.plan, after.plan
     if first is not None and second is not None:
         if first.program != second.program:
@@ -106,7 +106,7 @@ def _warnings(before: JobRecord, after: JobRecord) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Speed:
-    """The time of a step, or of a sample, in an attempt."""
+    """The seconds of a step, or of a sample, in each part of an attempt."""
 
     parts: Sequence[float]  # the mean seconds of a step, in each part of the attempt
     delay: float | None  # seconds in which all instances together waited for a core, per step; None if not known
@@ -117,12 +117,12 @@ class _Speed:
 
     @property
     def noise(self) -> float:
-        """How far the parts lie from the middle, divided by the mean."""
+        """Half of the difference between the slowest and the fastest part, divided by the mean."""
         return (max(self.parts) - min(self.parts)) / 2 / self.seconds
 
 
 def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference:
-    """Return the difference between the times of a step in two attempts."""
+    """Return how the time of a step changed from one attempt to another, without waits for a core."""
     speeds = _speeds(before, after)
     if speeds is None:
         return Difference(
@@ -157,19 +157,19 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
 
 
 def _judged(own: float, *, is_none: bool, is_hidden: bool) -> Change:
-    """Return what a change by the share ``own`` is called."""
+    """Return the kind of a change, given the share ``own`` by which a step takes longer."""
     if is_none:
         return Change.UNKNOWN if is_hidden else Change.NONE
     return Change.SLOWER if own > 0 else Change.FASTER
 
 
 def _length(seconds: float, form: str = ".4g") -> str:
-    """Return a time as text: in seconds from one second on, otherwise in milliseconds."""
+    """Return ``seconds`` as text: in seconds from one second on, otherwise in milliseconds."""
     return f"{seconds:{form}} s" if abs(seconds) >= 1 else f"{seconds * 1000:{form}} ms"
 
 
 def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _Speed] | None:
-    """Return the figure's name and both speeds, by steps or else by samples; None if a speed is not known."""
+    """Return the name of the compared number, and both attempts' times of a step or sample; None if unknown."""
     for name, figure in _RATES.items():
         first, second = _speed_of(before, name), _speed_of(after, name)
         if first is not None and second is not None:
@@ -178,7 +178,7 @@ def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _
 
 
 def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
-    """Return the speed of an attempt by the curve ``name``; None if there is no curve or the run is short."""
+    """Return the time of a step in an attempt, by its curve ``name``; None without it, or if too short."""
     windows = _training_windows(attempt.curves_of(name))
     ends = [len(windows) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
     rates = [fmean(rate for _, rate in windows[start:end]) for start, end in pairwise(ends) if start < end]
@@ -196,7 +196,7 @@ def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
 
 
 def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
-    """Return the end and the median rate of each window with steps, without the first and the last window."""
+    """Return end and median rate of each window with steps in the curves, except the first and last."""
     if not curves:
         return ()
     rows = zip(*(it.middle for it in curves), strict=False)
@@ -207,7 +207,7 @@ def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
 
 
 def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Iterator[str]:
-    """Yield the phases and instances that explain a good part of the ``longer`` step, in words."""
+    """Yield, in words, the phases and instances that explain a large part of a step that is ``longer``."""
     first = {it.index: _step_phases(it) for it in before.instances}
     changes = {
         it.index: {phase: seconds - first[it.index].get(phase, 0.0) for phase, seconds in _step_phases(it).items()}
@@ -228,7 +228,7 @@ def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Itera
 
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return instances in words: all instances, a host, or the numbers of the instances."""
+    """Return the name of ``indices`` as text: all instances, a host, or the numbers of the instances."""
     there = {hosts[index] for index in indices}
     if len(indices) == len(hosts):
         return "all instances"
@@ -238,12 +238,12 @@ def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
 
 
 def _step_phases(instance: InstanceRecord) -> dict[str, float]:
-    """Return the seconds of each phase in a step."""
+    """Return the seconds that an instance spends in each phase of a step."""
     return {phase: seconds / (instance.num_steps or 1) for phase, seconds in instance.phase_seconds.items()}
 
 
 def _memory_difference(before: AttemptRecord, after: AttemptRecord) -> Iterator[Difference]:
-    """Yield the difference between the peak memories of two attempts, if both are known."""
+    """Yield how the peak memory changed from one attempt to another, if both peaks are known."""
     (first, _), (second, index) = _fullest(before), _fullest(after)
     if not first or not second:
         return
@@ -261,5 +261,5 @@ def _memory_difference(before: AttemptRecord, after: AttemptRecord) -> Iterator[
 
 
 def _fullest(attempt: AttemptRecord) -> tuple[int, int]:
-    """Return the largest memory of an instance, and the index of this instance."""
+    """Return the largest peak memory of any instance in an attempt, and the index of this instance."""
     return max(((it.peak_memory_bytes or 0, it.index) for it in attempt.instances), default=(0, 0))

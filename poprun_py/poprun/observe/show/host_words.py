@@ -1,4 +1,4 @@
-"""The problems of a host in words: a line for each kind of finding. Pure."""
+"""Texts about the problems of a host, such as full memory: one line for each kind of problem. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -9,7 +9,7 @@ from poprun.text.ranges import describe_bytes
 
 
 def describe_finding(finding: HostFinding) -> str:
-    """Return a finding as a line of text."""
+    """Return one line about a problem of a host, such as growing memory or throttled processors."""
     return _WORDS[finding.kind](finding)
 
 

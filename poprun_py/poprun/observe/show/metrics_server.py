@@ -1,4 +1,4 @@
-"""The server of Prometheus metrics about a running job, at a port of 127.0.0.1, with prometheus_client."""
+"""The HTTP server of Prometheus metrics about a running job, at a port of 127.0.0.1."""
 
 import socket
 import threading
@@ -25,16 +25,16 @@ _INSTANCE: Final = ("instance_index", "host")  # ``instance`` is Prometheus' own
 
 
 class _QuietHandler(WSGIRequestHandler):
-    """A handler that waits for a bounded time, and logs nothing."""
+    """A handler of HTTP requests that waits for a limited time, and logs nothing."""
 
     timeout = 5
 
     def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        """Log no request, because the log belongs to the job."""
 
 
 class _BoundedServer(ThreadingWSGIServer):
-    """A server with a limited number of connections, because everybody on this machine may connect."""
+    """An HTTP server with a limited number of connections, because all users of this machine may connect."""
 
     request_queue_size = 128
 
@@ -44,7 +44,7 @@ class _BoundedServer(ThreadingWSGIServer):
         super().__init__(*words)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; if there are too many connections, end the oldest connection first."""
+        """Answer a request in a thread; if connections are too many, first end the oldest one."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError, IndexError):
                 [*self._opened][0].shutdown(socket.SHUT_RDWR)  # noqa: RUF015 - threads change the dict
@@ -53,17 +53,17 @@ class _BoundedServer(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Make room, where a thread has ended or could not be started."""
+        """Close a connection and make room for another one, after its thread has ended."""
         super().shutdown_request(request)
         del self._opened[request]
         self._room.release()
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing of clients that have left."""
+        """Print nothing if a client has left before the answer."""
 
 
 class MetricsServer:
-    """A thread that answers Prometheus with the last known state of the job."""
+    """A thread that answers Prometheus at a port with the last known state of the job."""
 
     def __init__(self, port: int) -> None:
         self._looks: Sequence[tuple[InstanceStatus, str, dict[str, float]]] = ()
@@ -81,13 +81,13 @@ class MetricsServer:
         self.address = f"http://{_HOST}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
-        """End the thread and free the port."""
+        """Stop the server, free its port, and wait briefly for its thread to end."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_JOIN_SECONDS)
 
     def update(self, plan: LaunchPlan, end: JobEnd, restart_count: int) -> None:
-        """Store the state of an attempt for all later answers."""
+        """Store the state of all instances, from which later requests are answered."""
         curves = [] if end.curves is None else end.curves.instances
         lasts = [{name: it.last for name, it in one.by_name.items() if it.last is not None} for one in curves]
         hosts = [plan.instance(status.index).host for status in end.statuses]
@@ -95,7 +95,7 @@ class MetricsServer:
         self._restart_count = restart_count
 
     def collect(self) -> Iterator[Metric]:
-        """Return all metrics; prometheus_client calls this method at each request."""
+        """Return all metrics of the job; prometheus_client calls this method for each request."""
         restarts = GaugeMetricFamily("poprun_restarts", "Times that the job was started again")
         restarts.add_metric((), self._restart_count)
         running = GaugeMetricFamily("poprun_running", "Whether the program of an instance runs", labels=_INSTANCE)

@@ -1,4 +1,4 @@
-"""The report that poprun prints at the end of a job: a failure in at most fifteen lines."""
+"""The report that poprun prints at the end of a job: at most fifteen lines about a failure."""
 
 import math
 import re
@@ -39,16 +39,17 @@ _MAX_SUMMARY: Final = 120
 _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Interrupt|Exit)\b")
 _ABORT: Final = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
-"""A line of MPICH on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
+"""A pattern for MPICH's line after MPI_Abort: "Abort(9) on node 1 (rank 1 in comm 0): application called
+MPI_Abort"."""
 
 _KILLED_AT: Final = re.compile(r"PID \d+ RUNNING AT (\S+)")
-"""A line of Hydra about a process that ended unexpectedly."""
+"""A pattern for the line of MPICH's launcher Hydra about a process that ended unexpectedly."""
 
 
 def blame_aborter(
     statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
 ) -> list[InstanceStatus]:
-    """Return the statuses; the instance that called MPI_Abort has failed with the code of the call."""
+    """Return ``statuses`` in which the instance that called MPI_Abort has failed with the call's code."""
     # an MPI launcher ends with the code, or kills the shims; then only standard error contains the code
     if launcher_code == 0 and not any(status.problem == SHIM_KILLED for status in statuses):
         return list(statuses)
@@ -66,7 +67,7 @@ def blame_aborter(
 def blame_host(
     statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
 ) -> list[InstanceStatus]:
-    """Return the statuses; of several lost shims, a shim on the host that Hydra names was lost first."""
+    """Return ``statuses`` in which the shim on the host that MPICH's launcher names was lost first."""
     # Hydra then kills the shims on other hosts, and poprun may hear of these shims earlier
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
     lost = [status for status in statuses if status.problem == SHIM_KILLED]
@@ -79,13 +80,13 @@ def blame_host(
 
 
 def _printed_code(tail: Sequence[str]) -> int | None:
-    """Return the exit code of the first abort in ``tail``, modulo 256; None if there is no abort, or for 0."""
+    """Return the exit code of the first MPI_Abort in an output, from 1 to 255; None if there is none."""
     codes = [int(match[1]) & 0xFF for match in map(_ABORT.match, tail) if match]
     return next(iter(codes), 0) or None
 
 
 def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
-    """Return the lines to print at the end of a job, at most 15; no lines if everything went well."""
+    """Return the lines to print at the end of a job, at most 15; [] if everything went well."""
     failed = first_failure(end.statuses) or failed_while_leaving(end)
     has_followed = end.findings is not None and end.findings.has_launcher_followed
     # where the launcher itself has failed, shims were lost because of that
@@ -114,7 +115,7 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
 
 
 def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
-    """Return one line for each attempt of a job that was restarted; no lines for a job of one attempt."""
+    """Return a line for each attempt of a job that was restarted; [] if there was one attempt."""
     if len(ends) == 1:
         return []
     return [
@@ -124,7 +125,7 @@ def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
 
 
 def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
-    """Return a warning if the instances of a job trained alone or without popdist; otherwise ""."""
+    """Return a warning if the instances trained alone, or without popdist; "" if they did not."""
     if not end.has_started:
         return ""
     num = plan.num_instances
@@ -139,7 +140,7 @@ def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
 
 
 def describe_lone(number: int, plan: LaunchPlan) -> str:
-    """Return the warning that ``number`` instances have trained alone."""
+    """Return the warning that ``number`` instances have trained alone, without adding up gradients."""
     return (
         f"warning: {number} processes trained alone, each a model of its own, if they trained: neither popdist "
         "nor torch.distributed nor MPI added up their gradients; wrap the model in popdist.ReplicatedModel, call "
@@ -179,7 +180,7 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
 
 
 def _shown_failure(statuses: Sequence[InstanceStatus], failed: InstanceStatus, verdict: Verdict) -> InstanceStatus:
-    """Return the failure to show: the culprit's failure, or else the first failure."""
+    """Return the failure to print: of the instance at fault, or else the first failure."""
     if not verdict.culprits or failed.index in verdict.culprits:
         return failed
     culprit = statuses[verdict.culprits[0]]
@@ -219,7 +220,7 @@ def _render_launcher_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
 
 
 def _render_late(end: JobEnd, plan: LaunchPlan) -> list[str]:
-    """Return who was killed for not ending in time after poprun's request; nothing after a second Ctrl-C."""
+    """Return a line about instances that were killed because they did not stop in time; [] if none."""
     late = [it.index for it in end.statuses if it.was_stopped and it.exit_code == -signal.SIGKILL]
     if not late or end.num_interrupts > 1:
         return []
@@ -241,7 +242,7 @@ def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
 
 
 def without_tracebacks(launcher_output: Sequence[str]) -> list[str]:
-    """Return the lines without Python's tracebacks, because below a launcher only shims run Python so early."""
+    """Return the launcher's output lines without Python's tracebacks, which only shims print."""
     kept: list[str] = []
     is_inside = False
     for line in launcher_output:
@@ -259,7 +260,7 @@ def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[st
 
 
 def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
-    """Return the instances of an MPI job that had ended with 0 when the shims of other instances were lost."""
+    """Return the instances of an MPI job that had ended with 0 when other instances' shims were lost."""
     lost = [it.exited_at_seconds or 0.0 for it in end.statuses if it.problem == SHIM_KILLED]
     if plan.mpi is None or not lost:
         return ()
@@ -268,7 +269,7 @@ def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
-    """Whether the launcher has failed only because one of its own processes was killed."""
+    """Whether the launcher failed only because one of its own processes was killed."""
     # if a shim was killed, Hydra prints a message, and PRRTE ends with the code of SIGKILL
     failed = first_failure(end.statuses)
     if failed is None or (end.launcher_code or 0) < 0:
@@ -286,7 +287,7 @@ def explain(
     launcher_output: Sequence[str],
     kills_before: KillCounts | None,
 ) -> JobEnd:
-    """Print how the job ended; return the end with findings from the last lines (``tails``) of the programs."""
+    """Print how the job ended; return ``end`` with all findings from the last output lines ``tails``."""
     left_early = _left_early(end, plan)
     statuses = blame_host(end.statuses, plan, launcher_output)
     end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))
@@ -318,7 +319,7 @@ def _describe_others(
     parallelism: Parallelism,
     victims: Collection[int],
 ) -> list[str]:
-    """Return at most ``MAX_OTHER_LINES`` lines about the instances besides ``failed``, failures first."""
+    """Return at most ``MAX_OTHER_LINES`` lines about all instances but ``failed``, failures first."""
     kind = kind_of_failure(failed, words)
     groups: dict[tuple[int, str], list[int]] = {}
     texts: dict[tuple[int, str], str] = {}
@@ -344,7 +345,7 @@ def _describe_others(
 
 
 def _has_failed_by_itself(status: InstanceStatus, words: Mapping[int, LastWords]) -> bool:
-    """Whether an instance failed by itself, perhaps while poprun was asking it to end."""
+    """Whether an instance failed by itself, perhaps while poprun was stopping it."""
     return status.has_failed or ((status.exit_code or 0) > 0 and bool(_summary(status, words)))
 
 

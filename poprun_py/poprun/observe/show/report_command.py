@@ -1,4 +1,4 @@
-"""The `poprun-report` program, which shows and compares the reports of jobs."""
+"""The program `poprun-report`, which prints and compares the reports of jobs."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 @click.group(context_settings=_SETTINGS)
 @click.version_option(VERSION, message="poprun-report %(version)s")
 def report() -> None:
-    """Read what poprun wrote of a job."""
+    """Read the reports and traces that poprun wrote of jobs."""
 
 
 def main() -> None:
-    """Run `poprun-report` with the arguments of this process, and end this process."""
+    """Run `poprun-report` with the arguments of this process, and exit with its exit code."""
     sys.exit(run_click(report, "poprun-report"))
 
 

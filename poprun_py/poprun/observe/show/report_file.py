@@ -1,4 +1,4 @@
-"""The making of a job's record from the ends of its attempts, and the record as JSON. Pure."""
+"""The record of a job, made from the ends of its attempts, and the record as JSON text. Pure."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def record_job(
     leases: Sequence[HeldLease] = (),
     given: LeasedDevices | None = None,
 ) -> JobRecord:
-    """Return the record of a job: its attempts, or the ``error`` for which poprun itself ended the job."""
+    """Return the record of a job: its plan, its leases and its attempts, or the ``error`` of poprun."""
     is_over = bool(error) or not ends or ends[-1].is_over
     return JobRecord(
         poprun_version=contract.VERSION,
@@ -60,7 +60,7 @@ def record_job(
 
 
 def render_job(job: JobRecord) -> str:
-    """Return the report as JSON in ASCII, with the whole plan, and each list of numbers on one line."""
+    """Return the record of a job as JSON in ASCII, with the whole plan and each list of numbers on one line."""
     values = {**write_record(job, version=VERSION), "plan": None if job.plan is None else plan_to_dict(job.plan)}
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(values, indent=1)) + "\n"
 
@@ -124,7 +124,7 @@ def _record_instance(
 
 
 def _phase_seconds(end: JobEnd, status: InstanceStatus) -> dict[str, float]:
-    """Return the seconds of each phase of an instance, until now if it runs; empty if nothing was measured."""
+    """Return the seconds of an instance in each phase, until now if it runs; {} if nothing was measured."""
     began, ended = status.started_at_seconds, status.exited_at_seconds
     if status.counters is None or began is None:
         return {}

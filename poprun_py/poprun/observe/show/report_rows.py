@@ -1,4 +1,4 @@
-"""Rows of a report: the cells of an instance, and rows of cells as a table for a terminal. Pure."""
+"""Rows of tables in a report: the cells of an instance, and rows of cells as a table for a terminal. Pure."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -13,20 +13,20 @@ from poprun.observe.account.job_record import AttemptRecord, InstanceRecord
 from poprun.text.ranges import describe_bytes, describe_rate, describe_seconds
 
 INSTANCE: Final = "instance"
-"""The heading of the column with the indices of the instances."""
+"""The heading of the column with the indices of instances."""
 
 _LEFT: Final = ("host", "replicas", "end", "figure", "change", "operation")  # headings of columns with words
 
 
 class Cell(NamedTuple):
-    """A cell of a table: a value by which rows can be sorted, and the text of the value."""
+    """A cell of a table: the value by which the table can be sorted, and its text."""
 
     value: object
     text: str
 
 
 def instance_cells(instance: InstanceRecord, attempt: AttemptRecord) -> dict[str, Cell]:
-    """Return the cells of an instance of ``attempt`` by heading; a cell has no text if its value is not known."""
+    """Return the cells of an instance's row in a report's table, by heading; unknown values have no text."""
     seconds, peak, steps = instance.duration_seconds, instance.peak_memory_bytes, instance.num_steps
     speed = steps / seconds if steps and seconds else None
     known = [it for it in instance.curves["cpu"].middle if it is not None] if "cpu" in instance.curves else ()
@@ -49,7 +49,7 @@ def instance_cells(instance: InstanceRecord, attempt: AttemptRecord) -> dict[str
 
 
 def text_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return ``rows``, texts by heading, as a table without empty columns; numbers are aligned to the right."""
+    """Return ``rows``, each with texts by heading, as a terminal's table without empty columns."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
     for heading in headings:

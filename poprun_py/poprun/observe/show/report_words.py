@@ -1,4 +1,4 @@
-"""A report of a job, or the comparison of two reports, in words and tables. Pure."""
+"""The report of a job, and the comparison of two reports, as text and tables for a terminal. Pure."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +24,13 @@ _MOST_SLOWDOWNS: Final = 8
 
 
 def render_report(job: JobRecord, *, width: int, has_color: bool) -> str:
-    """Return the whole report in at most ``width`` columns; in colour if ``has_color``."""
+    """Return a job's report as text in at most ``width`` columns, coloured if ``has_color``."""
     parts = chain(_job(job), *(_attempt(job, number) for number in range(len(job.attempts))))
     return terminal_text(*parts, width=width, has_color=has_color)
 
 
 def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
-    """Return the comparison: the differences in the first line, all figures, and the causes of differences."""
+    """Return the comparison of two reports as text: differences first, then all numbers and causes."""
     changes = [f"{it.figure}: {_change(it)}" for it in found.differences if it.change is not Change.NONE]
     rows = [
         {
@@ -48,12 +48,12 @@ def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
 
 
 def _change(difference: Difference) -> str:
-    """Return the change of a figure as text, such as ``10.7% slower``."""
+    """Return the change of a compared number as text, such as ``10.7% slower``."""
     return f"{abs(difference.share):.1%} {difference.change}" if difference.is_known else difference.change
 
 
 def _job(job: JobRecord) -> Iterator[Text]:
-    """Yield the lines about the whole job: its program, its size and its end."""
+    """Yield lines about the whole job: its id, size, program and end."""
     yield _fact("job", f"{job.job_id}, by poprun {job.poprun_version}")
     if job.plan is not None:
         plan = job.plan
@@ -66,7 +66,7 @@ def _job(job: JobRecord) -> Iterator[Text]:
 
 
 def _attempt(job: JobRecord, number: int) -> Iterator[Table | Text | str]:
-    """Yield the lines about one attempt: its end, its instances, and the time of each phase."""
+    """Yield lines and tables about one attempt: its end, its instances, and where their time went."""
     attempt = job.attempts[number]
     yield ""
     name = f"attempt {number}" if len(job.attempts) > 1 else "run"
@@ -91,7 +91,7 @@ def _attempt(job: JobRecord, number: int) -> Iterator[Table | Text | str]:
 
 
 def _end_of(attempt: AttemptRecord) -> str:
-    """Return how an attempt ended, in a line."""
+    """Return one line on how an attempt ended."""
     if not attempt.is_over:
         return "still running"
     if attempt.printed or not attempt.stop_reason:
@@ -100,7 +100,7 @@ def _end_of(attempt: AttemptRecord) -> str:
 
 
 def _verdict(verdict: Verdict) -> str:
-    """Return who is at fault, the place in the code, and since when the others waited, as far as known."""
+    """Return one line on who is at fault, where in the code, and since when the others waited."""
     names = [name_instances(verdict.culprits)] if verdict.culprits else []
     places = sorted({f"at {verdict.places[it]}" for it in verdict.culprits if it in verdict.places})
     since = [] if (began := verdict.since_epoch_seconds) is None else [f"since {utc(began)}"]
@@ -109,7 +109,7 @@ def _verdict(verdict: Verdict) -> str:
 
 
 def _shown_instances(attempt: AttemptRecord) -> list[InstanceRecord]:
-    """Return the instances to show: all if they are few, otherwise failed or slow instances first."""
+    """Return the instances to print: all if they are few, else the failed and the slow ones first."""
     verdict = attempt.verdict
     named = {*(it.instance for it in attempt.slowdowns), *(verdict.culprits if verdict else ())}
     named |= set() if attempt.first_failure is None else {attempt.first_failure}
@@ -118,13 +118,13 @@ def _shown_instances(attempt: AttemptRecord) -> list[InstanceRecord]:
 
 
 def _cells(instance: InstanceRecord, attempt: AttemptRecord) -> Mapping[str, str]:
-    """Return the row of an instance: the texts of its cells by heading."""
+    """Return the texts of an instance's row in the printed table, by heading."""
     cells = instance_cells(instance, attempt)
     return {heading: cells[heading].text for heading in _COLUMNS}
 
 
 def _shares(instance: InstanceRecord) -> Mapping[str, str]:
-    """Return the row of an instance: the share of its time in each phase."""
+    """Return the row of an instance in the table of phases: the share of its time in each phase."""
     whole = sum(instance.phase_seconds.values()) or 1.0
     shares = {
         phase: f"{seconds / whole:.0%}" if seconds else "" for phase, seconds in instance.phase_seconds.items()
@@ -137,5 +137,5 @@ def _fact(label: str, value: str) -> Text:
 
 
 def _lines(label: str, lines: Sequence[str]) -> Iterator[Text]:
-    """Yield the lines; only the first line has the label."""
+    """Yield ``lines`` for the report, of which only the first has the label ``label`` before it."""
     yield from (_fact("" if number else label, line) for number, line in enumerate(lines))

@@ -1,4 +1,4 @@
-"""The writer of a job's report: pages and JSON files, while the job runs and at its end."""
+"""The writer of a job's report files, HTML and JSON, while the job runs and at its end."""
 
 import os
 import time
@@ -20,7 +20,7 @@ _LARGEST_SHARE: Final = 0.02  # of its time that poprun writes
 
 
 class ReportWriter:
-    """The files of a report. poprun warns once of a file that it cannot write while the job runs."""
+    """The writer of a job's report files. Of each file that it cannot write it warns once."""
 
     def __init__(self, files: Sequence[str], folder: str) -> None:
         self._paths = {file: os.path.join(folder, file) for file in files if file.endswith((PAGE, DATA))}
@@ -28,7 +28,7 @@ class ReportWriter:
         self._next_seconds = time.monotonic() + _FIRST_SECONDS
 
     def check(self) -> None:
-        """Check that each file can be written, or raise a UsageError."""
+        """Raise UsageError if a file of the report cannot be written."""
         for file, path in self._paths.items():
             try:
                 check_target(path)
@@ -40,7 +40,7 @@ class ReportWriter:
         return now_seconds >= self._next_seconds
 
     def write(self, job: JobRecord) -> None:
-        """Replace each file by the report of ``job``."""
+        """Write the report of ``job`` to each file, in place of the report before."""
         began_seconds = time.monotonic()
         for file, path in self._paths.items():
             try:

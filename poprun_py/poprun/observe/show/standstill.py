@@ -1,4 +1,4 @@
-"""A hang in words: who waits in which call, who is at fault, and the stacks, as in tracebacks. Pure.
+"""A hang of a job in words: who waits in which call, who is at fault, and all stacks. Pure.
 
 The latest call of a stack comes last, with its source line. Equal stacks are shown once.
 """
@@ -35,7 +35,7 @@ def describe_hang(
     parallelism: Parallelism = _NOT_SHARED,
     findings: Sequence[str] = (),
 ) -> list[str]:
-    """Describe a hang: who waits in what, for how long, who did not come, and the ``findings``, else a guess."""
+    """Return lines about a hang: who waits in which call, how long, who did not come, and ``findings``."""
     lines = [
         f"{name_with_place(indices, parallelism)} {_verb(indices, 'wait')} in {collective}"
         for collective, indices in hang.waiting.items()
@@ -71,7 +71,7 @@ def _verb(indices: Sequence[int], verb: str) -> str:
 
 
 def _describe_absence(progress: Progress, awaited_in: Collection[str]) -> str:
-    """Return what is known of instances that did not arrive, in words that fit one or several instances."""
+    """Return, in words, what instances that did not arrive last reported: step and last call."""
     if not (progress.has_joined or progress.collective):
         return f"{'popdist' if set(awaited_in) != {FINALIZE} else FINALIZE} not called yet"
     parts = []
@@ -89,7 +89,7 @@ def _shorten(collective: str) -> str:
 
 
 def describe_verdict(verdict: Verdict, parallelism: Parallelism) -> list[str]:
-    """Return the verdict in at most ten lines: the evidence, and what to try; without the kind of failure."""
+    """Return at most ten lines about who is at fault for a hang or an end, and what to try."""
     lines = list(verdict.details)
     if verdict.cause is Cause.MISMATCH:
         who = name_with_place(verdict.culprits, parallelism) if verdict.culprits else ""
@@ -109,7 +109,7 @@ def render_stacks(
     max_groups: int | None = None,
     parallelism: Parallelism = _NOT_SHARED,
 ) -> list[str]:
-    """Return the stacks of all instances as lines; equal stacks are shown once."""
+    """Return the stacks of all instances as lines, with equal stacks of several instances only once."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, of_one in stacks.items():
         groups.setdefault(tuple(_render(of_one, read_line)), []).append(index)
@@ -140,7 +140,7 @@ def _render(stacks: Stacks, read_line: ReadLine) -> list[str]:
 
 
 def _is_idle(thread: Sequence[StackFrame]) -> bool:
-    """Whether a thread belongs to poprun, or to a process group that waits for its next call."""
+    """Whether a thread is poprun's own, or a process group's thread that waits for the next call."""
     if any(frame.file.endswith(_SAMPLER) for frame in thread):
         return True
     return bool(thread) and thread[-1].function == "_work" and thread[-1].file.endswith(_WORK_QUEUE)

@@ -1,1 +1,1 @@
-"""The monitor of running jobs, `poprun-top` and ``--monitor``, which finds jobs, receives views and draws them."""
+"""The live view of running jobs, `poprun-top` and ``--monitor``, which finds jobs and draws their state."""

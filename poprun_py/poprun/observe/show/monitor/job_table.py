@@ -1,4 +1,4 @@
-"""The table of a running job, with the speed of each instance. Pure."""
+"""The table that the live view of a job draws: state, speed, memory and last output of each instance. Pure."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,8 @@ _PLACES: Final = ("replica", "stage", "shard", "part")
 _HEADINGS: Final = (_INSTANCE, *_PLACES, _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
 _ALWAYS: Final = frozenset({_INSTANCE, _HOST, _STATE, _LAST_LINE})
 _FIRST_TO_GO: Final = (_LAST_LINE, _STATE, "CPU", "memory", _HOST, "loss", "steps/s", *_PLACES, "step")
-"""The order in which columns are left out; of the state only the call in which an instance waits."""
+"""The order in which columns are left out if the terminal is narrow. Of the column with the state, at first only
+the words after a colon are left out."""
 
 _WIDEST: Final = 32
 _LEAST_OF_LAST_LINE: Final = 16
@@ -37,7 +38,7 @@ _WELL: Final = frozenset({"running", "ended"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The speed of an instance."""
+    """The speed of an instance: its steps per second and its processor use."""
 
     steps_per_second: float | None = None  # optimizer steps, or reported steps; None if not known
     # processors that the processes keep busy, 1.0 for one processor; None if not known
@@ -45,14 +46,14 @@ class Rate:
 
 
 def rates(before: JobView | None, after: JobView) -> list[Rate]:
-    """Return the rate of each instance between two views; not known with one view or after a restart."""
+    """Return the speed of each instance between two views of a job; unknown if ``before`` is None or old."""
     if before is None or before.restart_count != after.restart_count:
         return [Rate()] * len(after.instances)
     return [_rate(old, new) for old, new in zip(before.instances, after.instances, strict=True)]
 
 
 def _rate(before: InstanceView, after: InstanceView) -> Rate:
-    """Return the rate of one instance between two views."""
+    """Return the speed of one instance between two states, unknown if they were not measured."""
     if before.looked_at_seconds is None or after.looked_at_seconds is None:
         return Rate()
     seconds = after.looked_at_seconds - before.looked_at_seconds
@@ -68,7 +69,7 @@ def _steps(view: InstanceView) -> int:
 
 
 def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Group:
-    """Return the job in at most ``height`` lines of ``width``: a title, and rows for the instances that fit."""
+    """Return the drawing of a job in ``height`` lines of ``width``: a title, and rows of instances that fit."""
     words = wrap(visible(job.slow), width, max_lines=_LINES_OF_SLOW, placeholder=" …")
     slow = [Text(fit(line, width), style="yellow") for line in words]
     shown = _most_telling(job, max(1, height - _LINES_AROUND - len(slow)))
@@ -91,7 +92,7 @@ def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Gro
 
 
 def fit(text: str, width: int) -> str:
-    """Return ``text`` cut to ``width`` columns, between words if the first word fits."""
+    """Return ``text`` cut to ``width`` columns, after a whole word if possible, with ``…`` at its end."""
     if cell_len(text) <= width:
         return text
     start = set_cell_size(text, max(0, width - 1)).rstrip()
@@ -101,7 +102,7 @@ def fit(text: str, width: int) -> str:
 
 
 def _narrow(kept: Sequence[str], rows: Sequence[Row], width: int) -> list[str]:
-    """Return the columns that fit; states are cut to one word before more columns are left out."""
+    """Return the headings of the columns that fit in ``width``; states are cut before columns are left out."""
     kept = list(kept)
     for heading in _FIRST_TO_GO:
         if _width_of(kept, rows) <= width:
@@ -151,7 +152,7 @@ def _title(job: JobView, width: int) -> list[Text]:
 
 
 def _most_telling(job: JobView, num_rows: int) -> list[int]:
-    """Return the indices of the instances to show: all if there is room, else failed and slowest instances."""
+    """Return the indices of the instances to show: all if there is room, else the failed and the slowest."""
     if len(job.instances) <= num_rows:
         return list(range(len(job.instances)))
 
@@ -181,7 +182,7 @@ def _cells(instance: InstanceView, rate: Rate, place: Mapping[str, int]) -> Row:
 
 
 def _state(instance: InstanceView) -> tuple[str, str]:
-    """Return the state of an instance in words, and the colour of the words."""
+    """Return the text for an instance's state, and the text's colour."""
     if instance.exit_code:
         kind = f"exit code {instance.exit_code}" if instance.exit_code > 0 else f"signal {-instance.exit_code}"
         return kind, "red"

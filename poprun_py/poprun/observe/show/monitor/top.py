@@ -1,4 +1,4 @@
-"""The `poprun-top` program: a live view of a running job of this machine."""
+"""The program `poprun-top`: a live view of a running job on this machine."""
 
 import os
 import re
@@ -39,7 +39,8 @@ from poprun.text.screen import print_out, run_click, visible, write_any_letter
 
 _VIEWS_OF_A_RATE: Final = 8
 _MOVES: Final = {"\x1b[A": -1, "\x1bOA": -1, "k": -1, "\x1b[B": 1, "\x1bOB": 1, "j": 1}
-"""The keys that move the choice of a job by a number of rows: arrows, in two modes of a terminal, and vi's."""
+"""The keys that move the choice of a job in the list, each with a number of rows: arrows (in two modes of a
+terminal), j and k."""
 
 _KEY: Final = re.compile(r"\x1b[\[O].|.", re.DOTALL)
 _SOCKETS: Final = "/proc/net/unix"
@@ -50,14 +51,14 @@ _SILENCE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A running job that a monitor can connect to."""
+    """A running job of this user, to whose poprun a monitor can connect."""
 
     pid: int  # process id of its poprun, as this process sees it
     address: str  # name of its control socket
 
 
 def running_jobs() -> list[RunningJob]:
-    """Return this user's jobs in this network namespace, by process id. Raises ClickException without /proc."""
+    """Return this user's running jobs on this machine, sorted by process id. ClickException without /proc."""
     try:
         text = Path(_SOCKETS).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -71,7 +72,7 @@ def running_jobs() -> list[RunningJob]:
 
 @contextmanager
 def _connected(address: str) -> Iterator[socket.socket]:
-    """Yield a connection to the control socket ``address``. Raises OSError if no job of this user listens."""
+    """A context with a connection to the job at ``address``. Raises OSError if no job of this user listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         connection.connect(abstract_address(address))
@@ -81,7 +82,7 @@ def _connected(address: str) -> Iterator[socket.socket]:
 
 
 def watch(job: RunningJob) -> Iterator[JobView]:
-    """Yield every view that the job sends until it ends. Raises OSError or ProtocolError if reading fails."""
+    """Yield each state that a running job sends, until it ends. Raises OSError or ProtocolError on failure."""
     with _connected(job.address) as connection:
         connection.sendall(encode({"event": VIEW_EVENT}))
         connection.settimeout(_SILENCE_SECONDS)
@@ -129,7 +130,7 @@ def _row(running: RunningJob, view: JobView) -> str:
 
 
 def _choose(rows: Sequence[str]) -> int | None:
-    """Return the place of the row that the user chooses by the arrow keys and Enter; None after q or Ctrl-C."""
+    """Return the index of the job that the user chooses from ``rows`` by arrows and Enter; None if by none."""
     title = "several jobs are running; choose with the arrow keys and Enter, leave with q"
     place = 0
     with _keys() as keys, Live(auto_refresh=False, transient=True) as live, suppress(KeyboardInterrupt):
@@ -145,7 +146,7 @@ def _choose(rows: Sequence[str]) -> int | None:
 
 @contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """Yield the keys that are pressed, at once and without an echo, until the terminal is closed."""
+    """A context with the keys that the user presses, without echo and without waiting for Enter."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
@@ -157,12 +158,12 @@ def _keys() -> Iterator[Iterator[str]]:
 
 
 def main() -> None:
-    """Run `poprun-top` with the arguments of this process, and end this process."""
+    """Run `poprun-top` with the arguments of this process, and exit with its exit code."""
     sys.exit(run_click(command, "poprun-top"))
 
 
 def attach(pid: int) -> None:
-    """Draw the job of the poprun with process id ``pid`` until the job ends; Ctrl-C is left to poprun."""
+    """Draw the job of the poprun with the process id ``pid`` until the job ends; ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_any_letter()
     for job in running_jobs():
@@ -190,7 +191,7 @@ def _show(job: RunningJob) -> None:
 
 
 def draw_views(views: Iterable[JobView], console: Console, *, is_transient: bool) -> None:
-    """Draw views at the end of a terminal; each view replaces the view before."""
+    """Draw each state of a job that ``views`` yields at the end of a terminal, over the state before."""
     recent: deque[JobView] = deque(maxlen=_VIEWS_OF_A_RATE)
     size = console.size
     live = Live(console=console, auto_refresh=False, transient=is_transient)

@@ -1,4 +1,4 @@
-"""The page of a job: one HTML text, made from the job's record, that needs no network and no other file.
+"""The HTML page about a job, made from the job's record, which loads nothing from a network or another file.
 
 Pure. Text that a program printed is only text in the page. `sections` writes the parts, and `charts` the
 curves.
@@ -12,7 +12,7 @@ from poprun.plan.render.picture.documents import html_page
 
 
 def render_page(job: JobRecord) -> str:
-    """Return the record of a job as an HTML document, with a picture of its plan."""
+    """Return the HTML page about a job: how it ended, where its time went, its curves and its plan."""
     picture_css = files("poprun.plan.render.picture").joinpath("picture.css").read_text(encoding="utf-8")
     css = f"{_file('report.css')}.picture {{\n{picture_css}}}\n"
     return html_page(f"{sections.name_of(job)} · poprun", css, sections.render_sections(job), _file("report.js"))

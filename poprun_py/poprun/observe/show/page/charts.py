@@ -1,4 +1,4 @@
-"""Charts of a page: curves over time as SVG that fits any width; the labels are text beside the SVG. Pure.
+"""Charts of a job's page: curves over time as SVG that fits any width, with labels as text beside the SVG.
 
 The points of a curve lie on a grid of 1,000 by 1,000, from which the page's script computes values.
 """
@@ -27,7 +27,7 @@ _MANTISSAS: Final = (1, 2, 2.5, 5, 10)
 _TIMES: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 _DAY: Final = 86400
 _OF_ALL: Final = {"max": "bound", "median": "middle", "min": "bound"}
-"""The lines of a large job's curve: keys of the report, and the class of each line."""
+"""For each of the three lines in the chart of a large job, its key in the report and its CSS class."""
 
 _TITLES: Final = {
     "steps_per_second": "steps a second",
@@ -38,12 +38,12 @@ _TITLES: Final = {
     "run_delay": "waiting for a core",
     "memory": "memory",
 }
-"""The titles of the curves that poprun measures, in the order of the page."""
+"""The titles of the curves that poprun measures, in their order on the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of a chart."""
+    """One line of a chart: its name, its CSS class, and its points in each attempt."""
 
     name: str  # empty if there is only one line
     style: str  # its class
@@ -51,13 +51,13 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """All values of the line."""
+        """All values of the line, over all attempts."""
         return [value for part in self.parts for _, value in part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A quantity over the time of a job, with a line for each instance."""
+    """A chart of one quantity over the time of a job, with a line for each instance."""
 
     title: str
     unit: str
@@ -67,26 +67,26 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """The range and the labels of an axis."""
+    """An axis of a chart: its range and its labels."""
 
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
 
     def place(self, value: float) -> float:
-        """Return where a value lies on the axis, from 0 to 1."""
+        """Return the position of ``value`` on the axis: 0 at its low end, 1 at its high end."""
         return (value - self.low) / (self.high - self.low)
 
 
 def charts_of(attempts: Sequence[AttemptRecord], offsets: Sequence[float]) -> list[Chart]:
-    """Return the charts of all curves with values: reported numbers first, and the loss before all."""
+    """Return a chart for each curve in the record: the loss first, other reported numbers, then measurements."""
     names = {name for it in attempts for curves in _curves_in(it) for name in curves}
     charts = [_chart(name, attempts, offsets) for name in sorted(names, key=_order)]
     return [it for it in charts if it.title not in _TITLES.values() or any(any(line.values) for line in it.lines)]
 
 
 def _curves_in(attempt: AttemptRecord) -> Iterator[Mapping[str, Curve]]:
-    """Yield the curves of an attempt, then the curves of its instances."""
+    """Yield the folded curves of an attempt, and then the curves of each of its instances."""
     yield attempt.curves
     yield from (it.curves for it in attempt.instances)
 
@@ -131,21 +131,21 @@ def _chart(name: str, attempts: Sequence[AttemptRecord], offsets: Sequence[float
 
 
 def _names_of_instances(count: int) -> Iterator[tuple[str, str]]:
-    """Yield the name and the class of each instance's line."""
+    """Yield for each instance the name and the CSS class of its line in charts."""
     for index in range(count):
         style = f"h{index % NUM_HUES}" + (" dashed" if index >= NUM_HUES else "")
         yield f"instance {index}" if count > 1 else "", style
 
 
 def _last_value(curve: Curve) -> str:
-    """Return the value at the end as text; a report contains ``nan``, which JSON lacks, as text."""
+    """Return the last value of a curve as text, such as ``nan``, which a report contains as text."""
     known_values = [it for it in curve.middle if it is not None] if curve.last is None else [curve.last]
     last = known_values[-1] if known_values else ""
     return last if isinstance(last, str) else f"{last:.4g}"
 
 
 def render_charts(charts: Sequence[Chart], seconds: float, breaks: Sequence[float]) -> str:
-    """Return all charts over the first ``seconds`` of a job, with a mark at each moment of ``breaks``.
+    """Return the HTML of all charts, over ``seconds`` of the job, with a mark at each of ``breaks``.
 
     One legend stands above charts that have the same lines; a chart with other lines has its own legend.
     """
@@ -159,12 +159,12 @@ def render_charts(charts: Sequence[Chart], seconds: float, breaks: Sequence[floa
 
 
 def _legend(chart: Chart) -> str:
-    """Return the names of a chart's lines, each name in its colour; empty if there is only one line."""
+    """Return the HTML of a chart's legend: each line's name in its colour; "" if there is only one line."""
     return "".join(element("span", escaped(it.name), class_=f"key {it.style}") for it in chart.lines if it.name)
 
 
 def _prepared(chart: Chart, group: int) -> Chart:
-    """Return the chart in a suitable unit, with the mean of each ``group`` of neighbours as one point."""
+    """Return the chart in a readable unit, in which the mean of each ``group`` of points is one point."""
     unit, factor = chart.unit, 1
     if unit == "bytes":
         unit, factor = unit_of_bytes(max((it for line in chart.lines for it in line.values), default=0.0))
@@ -178,7 +178,7 @@ def _prepared(chart: Chart, group: int) -> Chart:
 
 
 def _render(chart: Chart, times: _Scale, breaks: Sequence[float], *, above: str) -> str:
-    """Return one chart; the chart has no legend if its legend is already ``above`` all charts."""
+    """Return the HTML of one chart; without a legend if the same legend stands ``above`` all charts."""
     values = _value_scale([it for line in chart.lines for it in line.values], chart.unit)
     labels = [
         _label("x far" if times.place(at) > _FAR else "x", "left", times.place(at), it) for at, it in times.ticks
@@ -216,7 +216,7 @@ def _render(chart: Chart, times: _Scale, breaks: Sequence[float], *, above: str)
 
 
 def _drawing(chart: Chart, times: _Scale, values: _Scale, breaks: Sequence[float]) -> str:
-    """Return the curves over the grid, a mark at each of ``breaks``, and the areas between bounds."""
+    """Return the SVG of a chart: grid, curves, a mark at each of ``breaks``, and areas between two bounds."""
     rules = "".join(f"M0 {_down(values.place(tick))}H{_GRID}" for tick, _ in values.ticks)
     marks = "".join(f"M{round(times.place(at) * _GRID)} 0V{_GRID}" for at in breaks)
     bounds = [line.parts for line in chart.lines if line.style == "bound"]
@@ -250,7 +250,7 @@ def _label(axis: str, side: str, share: float, words: str) -> str:
 
 
 def _value_scale(values: Sequence[float], unit: str) -> _Scale:
-    """Return an axis from the least to the largest value; from 0 if the values have a unit."""
+    """Return the axis for ``values``, from the least to the largest; from 0 if the values have a unit."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if unit:
         low, high = min(0.0, low), max(0.0, high)
@@ -266,7 +266,7 @@ def _value_scale(values: Sequence[float], unit: str) -> _Scale:
 
 
 def _nice(step: float) -> float:
-    """Return the next number not below ``step`` that is 1, 2, 2.5 or 5 times a power of ten."""
+    """Return the smallest number from ``step`` on that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(it * power for it in _MANTISSAS if it * power >= step * (1 - 1e-9))
 

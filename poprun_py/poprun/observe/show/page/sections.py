@@ -1,4 +1,4 @@
-"""The parts of a job's page, each from the record of the job. Pure."""
+"""The HTML of each part of a job's page, made from the record of the job. Pure."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ _LETTERS_OF_LINES: Final = 400_000  # of all instances
 
 
 def name_of(job: JobRecord) -> str:
-    """Return the name of a job: its program, or its id if it has no program."""
+    """Return the name of a job for its page: its command line, or its id if it has no program."""
     program = job.plan.program if job.plan else ()
     if not program:
         return f"job {job.job_id}"
@@ -31,7 +31,7 @@ def name_of(job: JobRecord) -> str:
 
 
 def render_sections(job: JobRecord) -> Iterator[str]:
-    """Yield every part of the page, in order."""
+    """Yield the HTML of each part of a job's page, in the order of the page."""
     time = find_job_time(job.attempts) if job.attempts else None
     yield _header(job, time)
     yield "<main>"
@@ -78,7 +78,7 @@ def _state_of(job: JobRecord) -> tuple[str, str]:
 
 
 def _figures(job: JobRecord, time: JobTime) -> str:
-    """Return the most important figures, in large letters."""
+    """Return the HTML of a job's most important numbers, such as steps per second, in large letters."""
     instances = job.attempts[-1].instances
     steps = [it.num_steps for it in instances if it.num_steps is not None]
     peaks = [it.peak_memory_bytes or 0 for it in instances]
@@ -99,7 +99,7 @@ def _figures(job: JobRecord, time: JobTime) -> str:
 
 
 def _end(job: JobRecord) -> str:
-    """Return how the job and its attempts ended; empty if the job runs or ended well in one attempt."""
+    """Return the HTML on how a job and its attempts ended; "" if it runs, or ended well at once."""
     attempts = job.attempts
     parts = [_text(job.error)]
     if len(attempts) == 1:
@@ -120,12 +120,12 @@ def _attempt(number: int, attempt: AttemptRecord) -> str:
 
 
 def _printed_end(attempt: AttemptRecord) -> str:
-    """Return the lines that poprun printed at an attempt's end, or else why poprun stopped the attempt."""
+    """Return the lines that poprun printed at the end of an attempt, or else why poprun stopped it."""
     return "\n".join(attempt.printed) or str(attempt.stop_reason)
 
 
 def _text(text: str) -> str:
-    """Return a text as preformatted lines; an empty text if ``text`` is empty."""
+    """Return the HTML of ``text`` with its line breaks; "" if ``text`` is empty."""
     return element("pre", escaped(text)) if text else ""
 
 
@@ -174,7 +174,7 @@ def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
 
 
 def _remarks(attempts: Sequence[AttemptRecord]) -> str:
-    """Return the slowdowns and the warnings of all attempts."""
+    """Return the HTML of all warnings, and of all lines about slow instances."""
     rows = [
         element("li", escaped(f"attempt {number}: {words}" if len(attempts) > 1 else words))
         for number, attempt in enumerate(attempts)
@@ -184,7 +184,7 @@ def _remarks(attempts: Sequence[AttemptRecord]) -> str:
 
 
 def _table(attempt: AttemptRecord) -> str:
-    """Return the table of the last attempt's instances, which the page's script can sort."""
+    """Return the HTML table of the last attempt's instances, which the page's script can sort."""
     rows = [instance_cells(it, attempt) for it in attempt.instances]
     shown = [name for name in rows[0] if any(row[name].text for row in rows)]
     head = [

@@ -1,1 +1,1 @@
-"""The trace of a whole job: the recordings of all programs on one clock, and the time of each step."""
+"""The trace of a whole job: all programs' recordings on one clock, and where the time of each step went."""

@@ -1,4 +1,4 @@
-"""The collection of an attempt's recordings, which are merged into one trace when the attempt is over.
+"""The collection of the recordings that programs made in an attempt, and their merging into one trace.
 
 A program is left out if it was killed, its recording is damaged, or its clock was never compared.
 """
@@ -51,7 +51,7 @@ Rounds = Mapping[str, Sequence[Exchange]]
 
 @dataclass(frozen=True, slots=True)
 class InstanceClock:
-    """The conversion of an instance's times to poprun's clock."""
+    """The conversion of an instance's times to poprun's clock, and how exact the conversion is."""
 
     to_ours: Callable[[int], int]
     offset_seconds: float  # of the program's clock, when its window began
@@ -60,7 +60,7 @@ class InstanceClock:
 
 
 def prepare_folder(plan: LaunchPlan, job_id: str, restart_count: int) -> None:
-    """Make the folder for the recordings of an attempt. Raises UsageError if the folder cannot be made."""
+    """Make the folder in which programs record an attempt. Raises UsageError if it cannot be made."""
     check_folder_name("--trace", job_id)
     parts = plan.trace_parts(job_id, restart_count)
     try:
@@ -80,7 +80,7 @@ def collect_trace(
     rounds: Rounds | None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str]:
-    """Merge the recordings of an attempt; yield the lines to print about the trace.
+    """Merge all programs' recordings of an attempt into a trace; yield the lines to print about it.
 
     ``rounds`` are the exchanges with the clocks of other hosts, or None if the attempt started no program.
     ``is_stopped`` returns whether the user has ended the merging.
@@ -115,7 +115,7 @@ def _size_of(folder: str) -> int:
 
 
 def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock | None:
-    """Return a program's clock, from its own exchanges and the exchanges of another host; None if unknown."""
+    """Return how to convert a program's times to poprun's clock; None if the clocks were not compared."""
     if not about.exchanges or (rounds is not None and not rounds):
         return None
     own_fit = fit_clock(about.exchanges)
@@ -140,7 +140,7 @@ def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The facts about an instance of the trace before its events are read."""
+    """The facts about the recording of one instance, before its events are read."""
 
     about: About
     clock: InstanceClock
@@ -148,7 +148,7 @@ class Traced:
 
 
 class Merging:
-    """The merging of all recordings of an attempt into one file."""
+    """The merging of all instances' recordings of an attempt into one trace file."""
 
     def __init__(self, plan: LaunchPlan, parts: str, rounds: Rounds, is_stopped: Callable[[], bool]) -> None:
         self._plan = plan
@@ -204,7 +204,7 @@ class Merging:
         self.problems[f"it cannot be read: {error}; it stays in {self._parts}"].append(index)
 
     def write(self, folder: str) -> TraceTable | None:
-        """Write the trace and its table; return the table, or None if there is nothing to merge."""
+        """Write the trace and its table of times to ``folder``; return the table, None if there is nothing."""
         if not self._traced:
             return None
         file = os.path.join(self._parts, TRACE_FILE)
@@ -218,7 +218,7 @@ class Merging:
         return table
 
     def _describe(self) -> dict[str, object]:
-        """Return what the file says about itself: how the clocks were aligned, and how exactly."""
+        """Return what the trace file says about itself: each instance's clock, and how exact it is."""
         clocks = {
             index: {
                 "host": self._plan.instance(index).host,
@@ -231,7 +231,7 @@ class Merging:
         return {"version": VERSION, "clock": _METHOD, "zero_epoch_ns": self._origin_ns, "instances": clocks}
 
     def _events(self) -> Iterator[Mapping[str, object]]:
-        """Yield the events of all instances, one instance at a time, because memory may not hold all events."""
+        """Yield the trace's events, one instance after the other, because all may not fit in memory."""
         calls = {}
         for index, traced in self._traced.items():
             try:

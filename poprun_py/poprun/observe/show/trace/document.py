@@ -1,4 +1,4 @@
-"""The merged trace as text for Perfetto and chrome://tracing: an instance is a process with rows. Pure.
+"""The merged trace as JSON for Perfetto and chrome://tracing: each instance is a process with rows. Pure.
 
 The format is Chrome's Trace Event Format. Times in the file are microseconds since the first window began.
 """
@@ -30,7 +30,7 @@ _OPTIMIZER: Final = "Optimizer."
 def instance_events(
     index: int, title: str, recorded: Recorded, thread: str, calls: Sequence[Call], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the events of one instance: its own, the phases of its main ``thread``, and its collectives."""
+    """Yield the trace's events of one instance: operations, phases of its main ``thread``, collectives."""
     placed = lanes_of(calls)
     num_lanes = 1 + max((lane for lane, _ in placed), default=0)
     rows = sorted(recorded.row_names.items(), key=lambda it: (it[0] != thread, it[1]))
@@ -47,12 +47,12 @@ def instance_events(
 
 
 def _place(index: int, number: int) -> dict[str, int]:
-    """Return the numbers of an instance's row; process 0 is left to Perfetto's idle process."""
+    """Return Chrome's process and thread number for row ``number`` of an instance; process 0 is Perfetto's."""
     return {"pid": 1 + index, "tid": 1 + index * _ROWS_PER_INSTANCE + number}
 
 
 def _titles(index: int, title: str, names: Mapping[str, str], places: Places) -> Iterator[dict[str, object]]:
-    """Yield the events that name and order an instance's process and its rows."""
+    """Yield the trace's events that give an instance's process and rows their names and their order."""
     process = {"ph": "M", "pid": 1 + index}
     yield {**process, "name": "process_name", "args": {"name": title}}
     yield {**process, "name": "process_sort_index", "args": {"sort_index": index}}
@@ -65,7 +65,7 @@ def _titles(index: int, title: str, names: Mapping[str, str], places: Places) ->
 def joint_events(
     joint_calls: Mapping[CallKey, Arrivals], calls: Mapping[int, Iterable[Call]], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """Yield an arrow for each collective, from the instance that called it first to the last instance."""
+    """Yield the trace's arrows: for each collective from the first instance that called it to the last."""
     lanes = {index: {call.key: lane for lane, call in lanes_of(own_calls)} for index, own_calls in calls.items()}
     for number, (key, arrivals) in enumerate(joint_calls.items()):
         came = sorted((at, instance) for instance, at in arrivals.items() if key in lanes.get(instance, ()))
@@ -77,7 +77,7 @@ def joint_events(
 
 
 def lanes_of(calls: Iterable[Call]) -> list[tuple[int, Call]]:
-    """Return each call with the first row that is free when the call begins; calls may overlap."""
+    """Return each call with the number of the first row that is free at its begin, as calls may overlap."""
     free_at: list[int] = []
     placed = []
     for call in sorted(calls, key=lambda it: it.begin_ns):
@@ -92,7 +92,7 @@ def _lane(number: int) -> str:
 
 
 def phases_of(slices: Sequence[Slice], thread: str, calls: Sequence[Call]) -> list[Slice]:
-    """Return the phases of the training loop, from the main thread's and autograd's operations."""
+    """Return the phases of the training loop, such as forward, found from the operations of ``thread``."""
     phases: list[Slice] = []
     waits = [
         Slice(thread, it.name, "wait", it.begin_ns, it.end_ns, {})
@@ -110,7 +110,7 @@ def phases_of(slices: Sequence[Slice], thread: str, calls: Sequence[Call]) -> li
 
 
 def _outermost(slices: Sequence[Slice], thread: str) -> Iterator[Slice]:
-    """Yield operations that no other operation called: of the main thread, and of autograd's threads."""
+    """Yield the operations that no other operation called: of the main thread and of autograd's threads."""
     end_ns = 0
     for one in slices:
         is_own = one.row == thread and (one.category == "cpu_op" or one.name.startswith((DATA_NAME, _OPTIMIZER)))
@@ -138,7 +138,7 @@ def _slice(one: Slice, origin_ns: int) -> dict[str, object]:
 
 
 def _arrows(index: int, arrows: Iterable[Arrow], places: Places, origin_ns: int) -> Iterator[dict[str, object]]:
-    """Yield torch's own arrows with numbers that are unique in the file; arrows without both ends are left out."""
+    """Yield torch's own arrows, with numbers that no other arrow in the trace has; arrows need both ends."""
     ends: dict[tuple[str, int], list[Arrow]] = {}
     for one in arrows:
         ends.setdefault((one.name, one.number), []).append(one)
@@ -156,7 +156,7 @@ def _microseconds(nanoseconds: float) -> float:
 
 
 def write_document(about: Mapping[str, object], events: Iterable[Mapping[str, object]]) -> Iterator[str]:
-    """Yield the pieces of the file's text."""
+    """Yield the text of the trace file piece by piece: the description ``about``, and all ``events``."""
     yield f'{{"displayTimeUnit":"ms","poprun":{json.dumps(about)},"traceEvents":[\n'
     separator = ""
     for event in events:

@@ -1,4 +1,4 @@
-"""The collectives that several instances called together, and the ends of these calls. Pure."""
+"""The collectives in a trace that several instances called together, and when each call ended. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _ROUNDING_NS: Final = 1000
 
 
 def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arrivals]:
-    """Return the collectives that all instances of a group called in the window, with the times of their calls."""
+    """Return the collectives that all traced members of a process group called, with the call times."""
     arrivals: dict[CallKey, dict[int, int]] = defaultdict(dict)
     members: dict[str, set[int]] = defaultdict(set)
     for instance, own_calls in calls.items():
@@ -24,7 +24,7 @@ def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arriv
 
 
 def with_ends(calls: Iterable[Call], slices: Iterable[Slice]) -> list[Call]:
-    """Return the calls that have ended in the window, with the end of their work in a thread or on a GPU.
+    """Return the ``calls`` that ended while they were traced, each with the end of its work in ``slices``.
 
     A group does its collectives in the order in which they were called.
     """

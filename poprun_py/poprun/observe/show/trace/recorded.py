@@ -1,4 +1,4 @@
-"""The recording of some steps by one instance's program (`popdist.startup.recording`), as values. Pure.
+"""The recording that one instance's program made of some steps, as values. Pure.
 
 Times are nanoseconds since 1970 by the program's clock, or by poprun's clock after the conversion.
 """
@@ -15,11 +15,11 @@ from poprun.observe.account.evidence import Call
 from poprun.text.ranges import fold_numbers
 
 DATA_NAME: Final = "enumerate(DataLoader)"
-"""The beginning of torch's name for the time in which a loop waits for its DataLoader."""
+"""The beginning of torch's name for the time in which a training loop waits for its DataLoader."""
 
 COLLECTIVE_NAME: Final = "c10d::"
 POPDIST_GROUP: Final = "popdist"
-"""The beginning of the names of popdist's groups; a group of some instances also names these."""
+"""The beginning of the names of popdist's process groups, before the ranks if a group has only some."""
 
 GPU_ANNOTATION: Final = "gpu_user_annotation"
 GPU_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", GPU_ANNOTATION)
@@ -28,7 +28,7 @@ _NS_PER_US: Final = 1000
 
 
 class Slice(NamedTuple):
-    """An operation from its begin to its end, on a row, which is a thread or a stream of a GPU."""
+    """An operation in a trace, from begin to end, in a row: a thread, or a stream of a GPU."""
 
     row: str
     name: str
@@ -39,7 +39,7 @@ class Slice(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """One end of an arrow of torch, such as from a forward operation to its backward operation."""
+    """One end of an arrow in torch's trace, such as from a forward operation to its backward operation."""
 
     row: str
     name: str
@@ -50,7 +50,7 @@ class Arrow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a program reports about its recording, besides the events."""
+    """The description that a program writes of its recording: process, steps, times and collectives."""
 
     pid: int
     num_steps: int  # optimizer steps until the program wrote the text
@@ -65,7 +65,7 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The events of one instance."""
+    """The recorded events of one instance: operations, arrows, and the names of the rows."""
 
     slices: Sequence[Slice]
     arrows: Sequence[Arrow]
@@ -73,7 +73,7 @@ class Recorded:
 
 
 def read_about(text: str) -> About:
-    """Return what a program's ``text`` says about its recording. Raises ValueError if the text is damaged."""
+    """Return the description of a recording in ``text``. Raises ValueError if the text is damaged."""
     values = _object(text)
     try:
         pid, num_steps, problem = int(values["pid"]), int(values["num_steps"]), str(values["problem"])
@@ -120,7 +120,7 @@ def _popdist_group(members: Sequence[int]) -> str:
 
 
 def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[int], int]) -> Recorded:
-    """Return the events of torch's profiler and the loaders' workers. Raises ValueError if they are damaged."""
+    """Return the events in the outputs of torch's profiler and loader workers. ValueError if damaged."""
     names = {thread: "main thread"}
     slices, arrows = _read_profile(profile, names)
     loads = _read_workers(workers)
@@ -136,7 +136,7 @@ def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[in
 
 
 def _read_profile(text: str, names: dict[str, str]) -> tuple[list[Slice], list[Arrow]]:
-    """Return the events in the text of torch's profiler, without its own; add the rows' names to ``names``."""
+    """Return operations and arrows in the output of torch's profiler; add the names of rows to ``names``."""
     values = _object(text)
     slices, arrows = [], []
     try:
@@ -166,7 +166,7 @@ def _slice(event: Mapping[str, Any], base_ns: int, names: dict[str, str]) -> Sli
 
 
 def _row(event: Mapping[str, Any], names: dict[str, str]) -> str:
-    """Return the row of an event: a thread, or a stream of a GPU, whose process is the GPU's number."""
+    """Return the name of an event's row (a thread, or a stream of a GPU), and add its title to ``names``."""
     is_of_gpu = event["cat"] in GPU_CATEGORIES or (event["cat"] == "ac2g" and event["ph"] == "f")
     row = f"gpu {event['pid']} {event['tid']}" if is_of_gpu else str(event["tid"])
     names.setdefault(row, f"GPU {event['pid']} stream {event['tid']}" if is_of_gpu else f"thread {row}")
@@ -174,7 +174,7 @@ def _row(event: Mapping[str, Any], names: dict[str, str]) -> str:
 
 
 def _read_workers(text: str) -> list[Slice]:
-    """Return the operations of the loaders' workers; damaged lines are left out."""
+    """Return the operations of DataLoader workers in ``text``, except damaged lines."""
     slices = []
     for line in text.splitlines():
         with suppress(ValueError, TypeError):
@@ -184,7 +184,7 @@ def _read_workers(text: str) -> list[Slice]:
 
 
 def _nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return the slices by row and time, cut so that they are nested: torch rounds their lengths."""
+    """Return ``slices`` by row and time, cut where torch's rounding makes an inner one end too late."""
     nested: list[Slice] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda it: (it.row, it.begin_ns, -it.end_ns)):

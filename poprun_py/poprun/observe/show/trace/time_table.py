@@ -1,4 +1,4 @@
-"""The time of traced steps on each instance: its parts, who was last, and the gain of an ideal job. Pure."""
+"""The parts of the traced time on each instance, and the time that an ideal job would save. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ Spans = list[tuple[int, int]]  # from a begin to an end, by time, without overla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceTimes:
-    """Where the time of one instance went in the traced steps, and how late the instance was."""
+    """The seconds of one instance in each part of the traced time, and how late it called collectives."""
 
     index: int
     seconds: Mapping[Annotated[str, visible], float]  # by part, see ``PARTS``; together the length of the window
@@ -41,7 +41,7 @@ class InstanceTimes:
 
 
 PARTS: Final = ("data", "compute", "waiting", "communication", "outside")
-"""The parts of an instance's time in a trace, with the names that `time_shares` has for these parts.
+"""The parts of an instance's time in a trace, by the names that `time_shares` uses.
 
 A moment belongs to the first part that covers the moment: the loop waits for its DataLoader; an operation of torch
 runs; a collective waits for an instance that has not called it; a collective runs; the rest.
@@ -50,7 +50,7 @@ runs; a collective waits for an instance that has not called it; a collective ru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation of torch on all instances, or of their GPUs if there are GPUs."""
+    """The number of calls and the time of one torch operation, or GPU kernel, on all instances together."""
 
     name: Annotated[str, visible]
     num_calls: int
@@ -59,7 +59,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceTable:
-    """The time of all traced steps, by instance and by operation."""
+    """The table of a trace: the time of all traced steps, by instance and by operation."""
 
     num_steps: int
     num_collectives: int
@@ -68,7 +68,7 @@ class TraceTable:
 
 
 def read_table(text: str, source: str) -> TraceTable:
-    """Return the table in ``text``, which poprun wrote into the folder ``source``. Raises PlanError if damaged."""
+    """Return the table of a trace in ``text``, from the folder ``source``. Raises PlanError if it is damaged."""
     try:
         return read_record(TraceTable, parse_json(text), source, noun="a trace's table", version=VERSION)
     except ValueError as error:
@@ -83,7 +83,7 @@ def where_time_went(
     calls: Sequence[Call],
     joint_calls: Mapping[CallKey, Arrivals],
 ) -> InstanceTimes:
-    """Return the parts of a window, from an instance's main ``thread``, or from its GPUs if it uses GPUs."""
+    """Return the seconds of an instance in each part of a traced ``window``, by its GPUs if it has any."""
     kernels = [it for it in slices if it.category == "kernel"]
     if kernels:
         busy = _spans(it for it in kernels if _COLLECTIVE_KERNEL not in it.name.lower())
@@ -115,7 +115,7 @@ def where_time_went(
 
 
 def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Counter[str]) -> None:
-    """Add each operation's number of calls, and its time without the operations that it calls."""
+    """Add each operation's calls and time, without inner operations, to ``num_calls`` and ``own_ns``."""
     category = "kernel" if any(it.category == "kernel" for it in slices) else "cpu_op"
     around: list[Slice] = []
     for one in slices:
@@ -131,7 +131,7 @@ def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Coun
 
 
 def costliest(num_calls: Mapping[str, int], own_ns: Counter[str]) -> tuple[Operation, ...]:
-    """Return the operations with the largest time of their own."""
+    """Return the operations that took the most time, without the time of inner operations."""
     most = own_ns.most_common(_MOST_OPERATIONS)
     return tuple(Operation(name=name, num_calls=num_calls[name], seconds=ns / _NANOSECONDS) for name, ns in most)
 
@@ -141,7 +141,7 @@ def _spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
 
 
 def union(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Return the parts of time that at least one of ``spans`` covers."""
+    """Return the periods of time that at least one of ``spans`` covers, without overlap."""
     spans_of_union: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if spans_of_union and begin <= spans_of_union[-1][1]:
@@ -152,13 +152,13 @@ def union(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def seconds_within(spans: Spans, window: tuple[int, int]) -> float:
-    """Return how many seconds of ``window`` the spans cover."""
+    """Return how many seconds of ``window`` the periods ``spans`` cover."""
     lengths = (min(end, window[1]) - max(begin, window[0]) for begin, end in spans)
     return sum(length for length in lengths if length > 0) / _NANOSECONDS
 
 
 def render_table(table: TraceTable, *, width: int, has_color: bool) -> str:
-    """Return the table in words: a step's time by instance, the costliest operations, and possible gains."""
+    """Return a trace's table as text: each instance's time per step, costliest operations, possible gains."""
     return terminal_text(*_parts(table), width=width, has_color=has_color)
 
 
@@ -206,11 +206,11 @@ _GAINS: Final = {
     "if data were always there": "data",
     "if communication were hidden behind compute": "communication",
 }
-"""The parts of the time that an ideal job would not have, by the reason."""
+"""For each improvement of an ideal job, the part of the time that the job would save."""
 
 
 def gains(table: TraceTable) -> dict[str, float]:
-    """Return by which share the time would shrink without each kind of wait, in the mean over the instances."""
+    """Return the share of the time that each improvement would save, in the mean over the instances."""
     seconds = {part: sum(it.seconds[part] for it in table.instances) for part in PARTS}
     whole = sum(seconds.values()) or 1.0
     return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
