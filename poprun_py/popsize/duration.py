@@ -78,7 +78,7 @@ def running_duration(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return the duration ``running`` with the time for the update, and for gradients and weights of replicas."""
+    """Return ``running`` plus the seconds of the update, and of the collectives over replicas."""
     parameters = most_parameters(workload.model, mapping.pipeline, mapping.tensor)
     return replace(
         running,
@@ -89,7 +89,7 @@ def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration
 
 
 def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return the duration ``found`` with the time in which the step waits for the slower memory."""
+    """Return ``found`` plus the seconds in which the step waits for the slower memory."""
     waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
     return replace(found, streaming=waiting) if waiting else found
 

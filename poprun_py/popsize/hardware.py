@@ -59,10 +59,7 @@ class Device:
         return not (self.launches_ahead or self.operator_seconds)
 
     def precision(self, asked: str | None) -> Precision:
-        """Return ``asked`` if the device computes in this precision; for None its usual precision.
-
-        Raises MachineError if the device has no units for ``asked``.
-        """
+        """Return the precision ``asked``, by default the device's usual one. MachineError if it has no units."""
         known = [name for name in PRECISIONS if name in self.flops]
         usual: tuple[Precision, ...] = ("bf16", "fp16", *PRECISIONS)
         found = next((name for name in usual if name in known and asked in (None, name)), None)

@@ -114,7 +114,7 @@ class Workload:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes of a device's memory that the mapping may use: the limit of the user, or all."""
+        """Bytes of a device's memory that a mapping may use: the user's limit, or the whole memory."""
         memory = self.machine.device.memory_bytes
         return memory if self.memory_limit_bytes is None else min(memory, self.memory_limit_bytes)
 
@@ -134,9 +134,9 @@ class Mapping:
     micro_batch: int = 1  # samples that a replica computes at once
     schedule: Schedule = "1f1b"  # in which order a stage computes forward and backward passes
     interleave: int = 1  # pieces of the model that a stage has if ``schedule`` is ``interleaved``; otherwise 1
-    recompute: Recompute = "none"  # what the backward pass computes again instead of keeping it
+    recompute: Recompute = "none"  # the activations that the backward pass computes again
     sequence_parallel: bool = False  # whether a tensor group also divides norms and dropout, along the sequence
-    sharding: Sharding = "none"  # what is sharded over replicas
+    sharding: Sharding = "none"  # the state that is sharded over replicas
     weight_shards: int = 1  # over how many replicas weights are sharded
     optimizer_shards: int = 1  # over how many replicas the optimizer's state is sharded
     offload_activations: bool = False  # whether activations wait in the slower memory beside the device

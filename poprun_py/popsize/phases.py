@@ -170,7 +170,7 @@ def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop) -> tuple[
 
 @lru_cache(maxsize=4096)
 def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
-    """Return each part's first index for ``number`` parts of ``sizes`` whose largest sum is smallest."""
+    """Return where each of ``number`` parts of ``sizes`` begins, so that the largest part is smallest."""
     least, most = max(*sizes, sum(sizes) / number), sum(sizes)
     for _ in range(_HALVINGS):
         middle = (least + most) / 2

@@ -158,7 +158,7 @@ class _Shape:
 
 
 def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
-    """Return those mappings of ``shape`` that beat all before them in the list; the last that fits is fastest."""
+    """Return the mappings of ``shape`` that could be faster than all before; the last that fits is fastest."""
     found, best = list[Candidate](), math.inf
     for one in shape.candidates(workload):
         if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simpler
@@ -337,7 +337,7 @@ def _keeping(shape: Mapping, way: Mapping) -> Mapping:
 
 
 def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
-    """Return the divisors of ``number`` up to ``most``, only ``fixed`` if this is not None and a divisor."""
+    """Return the divisors of ``number`` up to ``most``; if ``fixed`` is given, only the divisor equal to it."""
     return [d for d in divisors(number) if d <= most and fixed in (None, d)]
 
 

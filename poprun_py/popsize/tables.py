@@ -134,7 +134,7 @@ def where(candidate: Candidate) -> str:
 
 
 def choices(mapping: Mapping) -> str:
-    """Return a mapping's values but for its four main ones, as text for `--fix`; ``-`` if there are none."""
+    """Return a mapping's values except its four main ones, as text for `--fix`; ``-`` if there are none."""
     words = mapping.text.split(",")
     return " ".join(words[4:]) or "-"
 

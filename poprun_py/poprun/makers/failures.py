@@ -15,8 +15,7 @@ AT_FAULT: Final = re.compile(
     r"|misaligned address|unspecified launch failure|hardware stack error|invalid program counter"
     r"|operation not supported on global/shared address space|the launch timed out and was terminated)"
 )
-"""A pattern for the error messages of the CUDA and HIP runtime after a kernel has failed; lines above the
-traceback may say why the kernel failed.
+"""A pattern for the error messages of a GPU's runtime after a kernel has failed on the GPU.
 
 The texts are the messages of the errors 700 to 719 of the CUDA runtime (cudaError_t in the CUDA runtime's manual).
 """

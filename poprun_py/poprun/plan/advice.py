@@ -28,7 +28,7 @@ _OF_VIRTUAL_IPUS: Final = (
 def advise(
     plan: LaunchPlan, facts: MachineFacts, *, left_out: Sequence[str] = (), are_hosts_seen: bool = True
 ) -> tuple[str, ...]:
-    """Return advice on a plan made here, most important first; ``left_out`` are words that MPI does not get."""
+    """Return advice on a plan, most important first; ``left_out`` are words that no MPI launcher gets."""
     lines = list(_on_machine(plan, facts))
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
@@ -39,7 +39,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``source``; return why it is slow."""
+    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``source``; return warnings."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
@@ -83,7 +83,7 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def _is_one_allocation(pod: str | None) -> bool:
-    """Whether ``pod`` (None: this machine) has one allocation only; only YAML files describe more."""
+    """Whether ``pod``, or this machine if None, has no named parts (allocations), as in a YAML file."""
     if pod is None:
         return True
     from poprun.plan.pods import named_pod

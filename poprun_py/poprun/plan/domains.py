@@ -67,7 +67,7 @@ def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -
 
 
 def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
-    """Whether ``num_instances`` instances per domain cut no replica or domain unevenly."""
+    """Whether an IPU-Link domain of ``num_instances`` instances has whole replicas, or part of one."""
     size = plan.parallelism.instances_per_replica
     return num_instances % size == 0 or size % num_instances == 0
 

@@ -14,7 +14,7 @@ from typing import Final
 from poprun.plan.topology import Gpu, Occupant
 
 IPUS_PER_MACHINE: Final = 4  # IPUs of an IPU-Machine
-MAX_DOMAIN_SIZE: Final = 64  # IPUs that IPU-Links connect at most: those of a POD64
+MAX_DOMAIN_SIZE: Final = 64  # largest number of IPUs that IPU-Links connect, as in a POD64
 CPU: Final = "cpu"
 GPU: Final = "gpu"
 CORE: Final = "core"
@@ -27,9 +27,9 @@ class VirtualIpu:
 
     index: int
     name: str  # the same for all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``
-    domain: int = 0  # number of its IPU-Link domain
-    device: str = ""  # its name in the maker's mask; empty if it is no device
-    occupants: tuple[Occupant, ...] = ()  # processes that use its memory
+    domain: int = 0  # number of the IPU-Link domain that contains the virtual IPU
+    device: str = ""  # the GPU's name for programs, such as ``3``; empty if the virtual IPU is no GPU
+    occupants: tuple[Occupant, ...] = ()  # processes that use the memory of the GPU
 
     def __str__(self) -> str:
         return f"GPU {self.device}" if self.device else self.name
@@ -99,7 +99,7 @@ def cpu_slots() -> Iterator[VirtualIpu]:
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """Return a cluster of ``num_ipus`` shares of a CPU; if None, of ``num_shown``, to which jobs can add."""
+    """Return a cluster of ``num_ipus`` CPU shares; if None, of ``num_shown`` shares, and jobs can add more."""
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 

@@ -76,7 +76,7 @@ def choose_parallelism(request: LaunchRequest) -> Parallelism:
 
 
 def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple[LaunchRequest, bool]:
-    """Return ``request`` with the numbers that its mapping implies, and whether the instances are now counted.
+    """Return ``request`` with the numbers that its mapping implies, and whether its instances are now known.
 
     The argument ``size`` is the number of instances of a replica. Raises PlanError if counts contradict the
     mapping.
@@ -125,10 +125,7 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
 
 
 def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """Return a warning if the job's devices are not those that the mapping was planned for; () if they are.
-
-    The argument ``gpus`` has the GPUs of one host.
-    """
+    """Return a warning if a host's ``gpus`` differ from the GPUs that the mapping was planned for; else ()."""
     if asked.devices is None or (plan.vipu.is_offline and asked.devices.are_gpus):
         return ()
     planned, on_gpus = asked.devices, bool(plan.devices)

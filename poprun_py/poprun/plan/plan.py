@@ -285,7 +285,7 @@ class LaunchPlan:
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """Return the variables that instance ``index`` (None: any) gets with poprun's own values."""
+        """Return the names of variables that instance ``index`` (None: every one) takes from poprun."""
         return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:

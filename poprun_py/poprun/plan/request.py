@@ -81,7 +81,7 @@ class VipuSettings:
     partition: str | None = None  # name of the partition to use or create, or None
     partition_attempts: int = 1  # number of attempts if the partition is not ready
     allocation: str | None = None  # name of the allocation to create the partition in, or None
-    cluster: str | None = None  # the allocation under its older name, or None
+    cluster: str | None = None  # name of the allocation, by an older option, or None
     updates_partition: bool = False  # whether poprun may change or create the partition if it does not fit
     resets_partition: bool | None = None  # whether to reset the partition first; None: only if necessary
     removes_partition: bool = True  # whether to remove a partition that poprun created, at the end
@@ -415,7 +415,7 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _multiples_around(number: int, step: int) -> list[int]:
-    """Return the largest multiple of ``step`` up to ``number`` and the next one; never 0, no too large one."""
+    """Return the multiples of ``step`` next to ``number``, below and above, from 1 to ``MAX_COUNT``."""
     below = number // step * step
     return [count for count in (below, below + step) if 0 < count <= MAX_COUNT]
 

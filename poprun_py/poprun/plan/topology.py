@@ -109,7 +109,7 @@ class MachineFacts:
     memory_nodes: tuple[int, ...] = ()  # NUMA nodes whose memory the process may use, ascending
     gpus: tuple[Gpu, ...] = ()  # the devices that this process may use, in slot order
     maker: str = DEFAULT_MAKER  # name of the devices' maker in `poprun.makers`
-    gpu_source: str = ""  # what listed the devices, such as the name of a tool; empty if nothing did
+    gpu_source: str = ""  # the tool or folder that lists the devices; empty if there is none
     gpu_problems: tuple[str, ...] = ()  # why devices cannot be used and what to do, a sentence for each
     mpi: MpiRuntime | None = None  # the MPI runtime found, or None
     unknown_mpi: tuple[str, ...] = ()  # paths of MPI launchers of unknown families
@@ -168,7 +168,7 @@ class Binding:
         return self.instances[position : position + 1] == (instance,)
 
     def share_of(self, instance: int) -> tuple[int, ...]:
-        """Return the cores of ``instance``, at least one, if its instances divided the bound cores."""
+        """Return the part of the cores, at least one, that ``instance`` gets if instances divide the cores."""
         position, count = bisect_left(self.instances, instance), len(self.instances)
         first = position * len(self.cores) // count
         return self.cores[first : max(first + 1, (position + 1) * len(self.cores) // count)]

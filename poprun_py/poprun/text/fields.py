@@ -45,7 +45,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def printable(least: int, most: int) -> Rule:
-    """Return a function that raises ValueError for a text without ``least`` to ``most`` printable letters."""
+    """Return a function that raises ValueError unless a text has ``least`` to ``most`` printable characters."""
 
     def check(text: str) -> str:
         if not (least <= len(text) <= most and text.isprintable()):

@@ -82,7 +82,7 @@ def fold_numbers(numbers: Iterable[int]) -> str:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers in a text such as ``0-3,6``. Raises ValueError if not ascending, or too many."""
+    """Return the numbers in a text such as ``0-3,6``. Raises ValueError if they do not ascend, or are many."""
     if not _RANGES.fullmatch(text):
         raise ValueError(f"{text!r} is no list of numbers and ranges such as 0-3,6")
     ranges = [

@@ -27,7 +27,7 @@ ATTEMPT_SECONDS: Final = 1.0  # how long to wait between two attempts of a job t
 class LeasedPlan:
     """The plan of a job with the leases that the job has on devices."""
 
-    plan: LaunchPlan  # the plan as it was made, without leases
+    plan: LaunchPlan  # the plan without leases, as the planner made it
     given: LeasedDevices  # the leased devices and cores on this machine, which replace the devices in the plan
     network: JobNetwork | None = None  # the job's hosts with their leased devices; None if there is one host
     leases: tuple[HeldLease, ...] = ()
@@ -48,14 +48,14 @@ class LeasedPlan:
 
 
 class Claim(ABC):
-    """A job's claim on a pool's devices: a place in the queue, later a lease; of ``partition`` if not None."""
+    """A job's claim on devices of a pool, or of ``partition``: a place in the queue, and later a lease."""
 
     def __init__(self, partition: str | None) -> None:
         self.partition = partition
 
     @abstractmethod
     def _ask_pool(self) -> tuple[str, ...]:
-        """Enter the queue, or send the request again. Return the names of the granted devices, () to wait."""
+        """Enter the queue, or send the request again; return the granted devices, () while the job must wait."""
 
     @abstractmethod
     def _wait(self, timeout_seconds: float | None) -> None:
@@ -114,7 +114,7 @@ def request_ipus(
 def choose_partition(
     plan: LaunchPlan, state: PoolState, num_ipus: int, is_own: Callable[[str], bool], log: Log
 ) -> str | None:
-    """Return the plan's partition, or the pool's only one if free, of the right size and the user's."""
+    """Return the partition (set of IPUs) that the plan names, else the pool's only one if usable, else None."""
     if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
         return plan.vipu.partition
     (only,) = state.partitions

@@ -132,7 +132,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """Raise HostsError if two hosts share one pool of leases: the job would wait for itself."""
+    """Raise HostsError if two hosts have the same pool of devices: the job would wait for its own lease."""
     first: dict[str, str] = {}
     for host, machine in machines.items():
         if (twin := first.setdefault(machine, host)) != host:
@@ -143,7 +143,7 @@ def check_machines(machines: Mapping[str, str]) -> None:
 
 
 def _until(plan: LaunchPlan) -> float | None:
-    """Return the monotonic time by which a host must answer, None if the job may wait in a queue for leases."""
+    """Return the monotonic time by which a host must answer a request for a lease; None for no limit."""
     vipu = plan.vipu
     if vipu.waits_for_devices:
         return None
@@ -151,7 +151,7 @@ def _until(plan: LaunchPlan) -> float | None:
 
 
 class LeaseHolder:
-    """The process that holds a job's lease on one host; ``remote`` says how to start it, None: locally."""
+    """The process that holds a job's lease on one host, started through ``remote``, or locally if None."""
 
     def __init__(self, host: str, remote: RemoteSettings | None) -> None:
         self.host = host

@@ -75,7 +75,7 @@ def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
 def ipu_claims(
     plan: LaunchPlan, partition: str | None, facts: MachineFacts | None, *, is_fixed: bool
 ) -> "Sequence[IpuClaim | GpuClaim]":
-    """Return the job's claims, to be queued, on virtual IPUs and GPUs here; from ``partition`` if not None."""
+    """Return the job's claims on this machine's virtual IPUs and GPUs, of ``partition`` if it is not None."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
         found = find_devices(os.environ) if facts is None else None
@@ -156,7 +156,7 @@ class LocalClaim(Claim):
         return Granted(plan=self.plan, cluster=self.cluster, names=names, partition=self.partition)
 
     def give_back(self, log: Log) -> None:
-        """Release the lease; if the pool cannot be written, log a warning: it ends with this process."""
+        """Release the lease. If the pool cannot be written, log a warning: the lease ends with poprun."""
         if self._ticket is not None:
             try:
                 self._pool.release(self._ticket)

@@ -27,7 +27,7 @@ def choose_cluster(
 
 
 def pod_of(text: str) -> Cluster:
-    """Return the virtual IPUs of the pod called ``text``, such as ``POD16``, or of the YAML file ``text``."""
+    """Return the virtual IPUs of the pod ``text``: a name such as ``POD16``, or a YAML file that describes it."""
     found = named_pod(text)
     if found is not None:
         return found

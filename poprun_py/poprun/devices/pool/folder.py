@@ -88,7 +88,7 @@ class PoolFolder:
         return PoolFile(uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
-        """Write the file ``kind-key`` atomically, owned by ``uid`` if root; ``is_lasting`` survives a crash."""
+        """Write the file ``kind-key`` in one step, for root as ``uid``'s; ``is_lasting`` data survive a crash."""
         if len(data) > MAX_FILE_BYTES:
             raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
         new = f"{_NEW}-{secrets.token_hex(16)}"
@@ -127,7 +127,7 @@ class PoolFolder:
         return descriptor
 
     def is_locked(self, kind: str, key: str, uid: int | None = None) -> bool | None:
-        """Return whether a process has locked the file ``kind-key``; None if there is no such file."""
+        """Return whether a process locks the file ``kind-key``; None if the user ``uid`` has no such file."""
         # A process that can only read the file can also try to lock the file.
         try:
             with self._opened(kind, key) as (descriptor, owner):

@@ -44,7 +44,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTicket(Ticket):
-    """A lease of this process's job, or its place in the queue, kept by an open locked file."""
+    """A lease of this process's job, or a place in the queue, which lasts while a file is locked."""
 
     descriptor: int  # the locked file: the lease exists as long as a process has this file open
 
@@ -220,7 +220,7 @@ def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], reques
 def _partition_for(
     contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
 ) -> Stored[Partition]:
-    """Return the partition that ``wanted`` names, new if there is none; PartitionError if not this user's."""
+    """Return the partition that a lease requests, a new one if there is none. PartitionError if not allowed."""
     if (found := contents.partition(wanted.name)) is not None:
         return _changeable(found)
     made = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)

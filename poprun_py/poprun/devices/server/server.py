@@ -155,7 +155,7 @@ _MAX_HEADER_BYTES: Final = 16 * 1024
 _STOP_SECONDS: Final = 3
 _BACKLOG: Final = 512  # connections that wait to be accepted
 _ACCEPTED_AT_ONCE: Final = 32  # connections that are accepted before any connection is counted
-_PAUSE_SECONDS: Final = 60.0  # between two lines about what the system refuses
+_PAUSE_SECONDS: Final = 60.0  # time between two printed errors of the event loop
 
 
 class BoundedProtocol(H11Protocol):

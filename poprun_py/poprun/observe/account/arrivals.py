@@ -139,7 +139,7 @@ def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
 
 
 def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
-    """Return the collectives of each whole step, a list for each step; if steps are not counted, one per list."""
+    """Return a list of collectives for each whole step; for each collective, if steps are not counted."""
     if not any(look.step_ends for look in looks.values()):
         return [[arrival] for arrival in arrivals]
     cycles: dict[int, list[Arrivals]] = {}

@@ -12,7 +12,7 @@ from poprun.observe.account.job_record import Curve
 from poprun.observe.account.state import InstanceStatus
 
 MAX_WINDOWS: Final = 600  # of a curve; a curve that needs more windows doubles the width of its windows
-MAX_FOLDED: Final = 16  # instances up to which each has curves of its own
+MAX_FOLDED: Final = 16  # largest number of instances for which each instance has its own curves
 MAX_NUMBERS: Final = 64  # numbers of an instance; the library lets a program report no more
 OF_NUMBERS: Final = "numbers/"
 """The beginning of the names of curves of numbers that programs report by `popdist.report`."""
@@ -63,7 +63,7 @@ class WindowedCurve:
             self.window_seconds *= 2
 
     def values(self, window_seconds: float) -> list[float | None]:
-        """Return the mean, or None, of each window of ``window_seconds``: 2^n times the curve's windows."""
+        """Return the mean in each window of ``window_seconds``, 2^n times the curve's; None if unknown."""
         sums, weights = self._sums, self._weights
         for _ in range(round(math.log2(window_seconds / self.window_seconds))):
             sums, weights = _paired(sums), _paired(weights)
@@ -94,7 +94,7 @@ class InstanceCurves:
             self._curve(name, unit).add_rate(before_seconds, at_seconds, total - before)
 
     def add_lines(self, lines: str, delay_seconds: float, now_seconds: float) -> None:
-        """Add the numbers that a program reported in ``lines``, ``delay_seconds`` after its own clock."""
+        """Add the numbers that a program reported in ``lines``; its clock is ``delay_seconds`` behind."""
         for line in lines.splitlines():
             told_seconds, numbers = _read_line(line)
             is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds

@@ -159,7 +159,7 @@ class InstanceEvidence:
     stacks: Stacks = _NO_STACKS  # where the program stands; empty if the program has ended or was not asked
     helpers: tuple[Helper, ...] = ()
     groups: tuple[GroupRecord, ...] = ()  # the groups whose calls torch has recorded
-    crash: Stacks = _NO_STACKS  # where the program stood when a signal such as SIGSEGV ended the program
+    crash: Stacks = _NO_STACKS  # stacks at the end of the program by a signal such as SIGSEGV
     held_locks: tuple[Text, ...] = ()  # locks of files, as the kernel numbers the files
     # the locks that the program waits for, each with the process that holds the lock
     awaited_locks: tuple[tuple[Text, Text], ...] = ()

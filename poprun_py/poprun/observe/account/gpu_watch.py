@@ -23,7 +23,7 @@ _READ_BYTES: Final = 64 * 1024
 class GpuReading:
     """The load and the used memory of one GPU at one moment."""
 
-    names: tuple[str, str]  # its number, and its uuid
+    names: tuple[str, str]  # the GPU's number and uuid
     busy_share: float | None  # share of the time, 0 to 1; None if the driver does not report the share
     memory_bytes: float | None
 

@@ -97,7 +97,7 @@ class AttemptRecord:
     launcher_exit_code: int | None = None
     launcher_excerpt: tuple[Text, ...] = ()
     survivors: tuple[Count, ...] = ()
-    printed: tuple[Text, ...] = ()  # what poprun has printed of its end
+    printed: tuple[Text, ...] = ()  # the lines that poprun printed at the end of the attempt
     verdict: Verdict | None = None
     warnings: tuple[Text, ...] = ()
     slowdowns: tuple[Slowness, ...] = ()

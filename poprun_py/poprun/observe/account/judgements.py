@@ -57,7 +57,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowness:
-    """The judgement that, for some time, one instance was slow, or the network between hosts."""
+    """The judgement that one instance, or the network between hosts, was slow for some time."""
 
     instance: Index | None  # None if the network is slow
     phase: Text

@@ -51,7 +51,7 @@ class JobIdentity:
     job_id: str  # the same for all instances and all attempts
     restart_count: int
     began_at_seconds: float  # monotonic time at which the first attempt began
-    network: "JobNetwork | None" = None  # None when there is only this machine
+    network: "JobNetwork | None" = None  # None if the job runs only on this machine
     leases: "tuple[HeldLease, ...]" = ()
     given: LeasedDevices | None = None  # devices that are leased on this machine; None: the plan's devices
     open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
@@ -107,8 +107,8 @@ class InstanceState(StrEnum):
     AWAITED = "awaited"  # no agent has reported
     READY = "ready"  # the agent waits for the start order
     RUNNING = "running"
-    EXITED = "exited"  # the program has ended; its tree is being ended
-    ENDED = "ended"  # nothing of its tree is left
+    EXITED = "exited"  # the program has ended; poprun ends the processes that the program left
+    ENDED = "ended"  # no process of the instance is left
 
 
 class Phase(IntEnum):
@@ -167,16 +167,16 @@ class InstanceStatus:
     # monotonic time of the program's end, or of the moment the agent was lost
     exited_at_seconds: float | None = None
     was_stopped: bool = False  # whether the program ended because poprun had asked it to end
-    problem: str = ""  # what went wrong other than the program's own end, in words; empty when nothing did
-    usage: Usage | None = None  # what its processes used when they were looked at last, or None
-    # monotonic time at which they were last seen computing, or None before the first look
+    problem: str = ""  # a failure outside of the program, such as `AGENT_KILLED`; empty if there is none
+    usage: Usage | None = None  # memory and processor time of its processes when last measured, or None
+    # monotonic time of the last measurement at which its processes computed; None before the first
     busy_at_seconds: float | None = None
-    memory: MemoryCurve = _NO_MEMORY  # how much memory they held in the course of time
+    memory: MemoryCurve = _NO_MEMORY  # memory of its processes over time
     progress: Progress | None = None  # the last progress that the program reported, or None
-    counters: PhaseCounters | None = None  # where its time has gone, or None where no sampler runs
+    counters: PhaseCounters | None = None  # its time by phase; None if the program has no sampler
     machine: MachineTotals | None = None
     first_machine: MachineTotals | None = None  # the totals of the first measurement
-    machine_evidence: "Evidence | None" = None  # what may explain its failure, of a host that is not poprun's
+    machine_evidence: "Evidence | None" = None  # facts about a remote host that may explain its failure
     # monotonic time at which the last change of ``progress`` was heard of
     progressed_at_seconds: float | None = None
 

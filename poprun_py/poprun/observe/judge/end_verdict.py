@@ -246,7 +246,7 @@ def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[in
 
 
 def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
-    """Return the ranks of each model size, if DistributedDataParallel's errors report different models; or {}."""
+    """Return the ranks of each model size that DistributedDataParallel's errors report; {} if all are equal."""
     matches = (match for it in words.values() for match in _PARAMETERS.finditer(it.summary))
     numbers = {int(rank): number for match in matches for rank, number in (match.group(1, 2), match.group(3, 4))}
     parts: dict[str, list[int]] = {}
@@ -273,7 +273,7 @@ def _is_of_models(said: LastWords) -> bool:
 
 
 def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
-    """Return the first collective for which two programs called different functions; None if there is none."""
+    """Return the first collective that two programs called differently; None if there is none."""
     for name in dict.fromkeys(group.name for known in evidence.values() for group in known.groups):
         groups = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
         for number in sorted({call.number for group in groups.values() for call in group.calls}):
@@ -306,7 +306,7 @@ def _without_culprit(
     words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Return the verdict if each failed instance lost another one: who ended early or did not come."""
+    """Return the verdict if each failed instance had lost another: on who ended early, or did not come."""
     first_seconds = failed[0].exited_at_seconds or 0.0 if failed else 0.0
     early = [
         it.index

@@ -36,7 +36,7 @@ _NEARLY: Final = 0.9
 class Findings:
     """All that poprun has found out about a job that did not end well."""
 
-    evidence: Evidence = field(default_factory=Evidence)  # what the machine shows
+    evidence: Evidence = field(default_factory=Evidence)  # facts about the machine, such as kills by the kernel
     # the last words of the instances that ended with an error, by index
     words: Mapping[int, LastWords] = field(default_factory=dict)
     launcher_words: LastWords = field(default_factory=LastWords)  # the last words of the launcher
@@ -45,7 +45,7 @@ class Findings:
     # whether the launcher has failed only because a process of the launcher was killed
     has_launcher_followed: bool = False
     verdict: Verdict = field(default_factory=Verdict)  # who is at fault
-    # what to write instead, where another Python than poprun's own lacks a module; or empty
+    # advice if the program ran under another Python than poprun's, which lacks a module; or empty
     other_python: str = ""
 
     def words_of(self, instance: int) -> LastWords:
@@ -86,7 +86,7 @@ def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
-    """Return the reason that the machine shows for an instance's failure, such as a kill by the kernel; or ""."""
+    """Return the reason for an instance's failure that its machine shows, such as lack of memory; "" if none."""
     limits = evidence.limits
     if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # the end of the program then shows no reason
         return ""

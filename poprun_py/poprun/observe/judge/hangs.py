@@ -23,11 +23,11 @@ class Hang:
     """A hang: the instances that wait while no instance makes progress, and the instances that they wait for."""
 
     idle_seconds: float  # for how long none has made progress
-    waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by what they wait in
+    waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by the call in which they wait
     absent: tuple[int, ...] = ()  # instances that run and for which the waiting instances wait, ascending
     ended: tuple[int, ...] = ()  # instances that have ended, ascending
     standing: tuple[int, ...] = ()  # instances that compute nothing while nobody waits in a collective, ascending
-    is_told_by_programs: bool = True  # whether the programs said so, on their pages of progress
+    is_told_by_programs: bool = True  # whether the programs reported their waits on their progress pages
 
     @property
     def is_suspicion(self) -> bool:
@@ -124,7 +124,7 @@ class HangWatch:
 
     def __init__(self) -> None:
         self.hang: Hang | None = None  # the hang that was seen at the last look, or None
-        self.is_interactive = False  # whether a program may wait for its user: then only its word counts
+        self.is_interactive = False  # whether a program may wait for its user: then only its report counts
         self.is_told = False
         """Whether the user was told of this hang. A hang after some progress is another hang."""
         self._since_seconds = 0.0
@@ -156,7 +156,7 @@ class HangWatch:
         self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
 
     def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Record in which collectives instances wait, by their stacks, unless they compute."""
+        """Record in which collectives instances wait, by their stacks; not of instances that compute."""
         self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
         self._asked_at_seconds = now_seconds
         self.hang, self.is_told = None, False

@@ -69,8 +69,8 @@ class JobEnd:
     seconds: float = 0.0  # duration of the attempt
     launcher_code: int | None = None  # exit code of the launcher, negative for a signal; None while it runs
     has_told_lone: bool = False  # whether the user was told of instances that train alone
-    has_started: bool = True  # whether the programs were ever told to start
-    launcher_ended_early: bool = False  # whether the launcher was gone before its instances
+    has_started: bool = True  # whether poprun ordered the programs to start
+    launcher_ended_early: bool = False  # whether the launcher ended before its instances
     stop_reason: str = ""  # why poprun stopped the job; empty when it ended by itself
     survivors: tuple[int, ...] = ()  # process ids that even SIGKILL did not end
     interrupted: tuple[int, ...] = ()  # instances whose tracebacks of KeyboardInterrupt were not shown, ascending
@@ -127,7 +127,7 @@ def has_left(end: JobEnd) -> bool:
 
 
 def failed_while_leaving(end: JobEnd) -> InstanceStatus | None:
-    """Return the first instance that failed while poprun, which was asked to end, stopped it; or None."""
+    """Return the first instance that failed while poprun, asked to end, was stopping it; None if none."""
     stopped = (status for status in end.statuses if end.is_terminated and status.was_stopped)
     failed = (status for status in stopped if (status.exit_code or 0) > 0 and status.exit_code != _LEFT)
     return min(failed, key=order_of_failure, default=None)

@@ -22,7 +22,7 @@ MOST_WINDOWS: Final = 3 * NUM_WINDOWS
 
 _LEAST_SECONDS: Final = 0.004
 _LEAST_SHARE: Final = 0.1  # of a step
-_LEAD: Final = 2.0  # so many times later than anybody else
+_LEAD: Final = 2.0  # the delay of a slow instance, divided by the delay of the next one
 _LEAST_CERTAINTY: Final = 4.0
 _MOST_CHANCE: Final = 1e-5  # that all late steps belong to one instance by chance, such as 17 of 17
 _LATE_SHARE: Final = 0.5  # of a mean step, by which a late step is late

@@ -130,7 +130,7 @@ def _waits_unsaid(known: InstanceEvidence | None) -> bool:
 def _left_to_finalize(
     hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> tuple[int, ...]:
-    """Return the instances that wait in MPI_Finalize while all others wait for them in a call; or ()."""
+    """Return the instances in MPI_Finalize while all others wait for them in a call; () if there are none."""
     if set(hang.waiting) != {FINALIZE} or not hang.absent:
         return ()
     known = [evidence.get(index, InstanceEvidence()) for index in hang.absent]
@@ -150,7 +150,7 @@ def _blame_lone(
     waiting: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict | None:
-    """Return the verdict that some wait for a message or torch's store, others in collectives; or None."""
+    """Return the verdict if some wait for a message or torch's store, and others in collectives; else None."""
     culprits: tuple[int, ...] = ()
     details: tuple[str, ...] = ()
     for queue in queues:
@@ -200,9 +200,9 @@ class Queue:
     """The instances of a process group that wait in one collective for other members of the group."""
 
     name: str
-    number: int  # the collective of the group that they wait in
+    number: int  # number of the collective in which the instances wait
     waiting: Mapping[int, Call]
-    calls: Mapping[int, Call]  # what members have called as this number
+    calls: Mapping[int, Call]  # the call of each member that has this number
     recorded: frozenset[int] = frozenset()  # members whose calls are known
     behind: frozenset[int] = frozenset()  # members that have not called the collective
 
@@ -247,7 +247,7 @@ def _queues(
 
 
 def _group_waited_in(known: InstanceEvidence) -> GroupRecord | None:
-    """Return the process group in which a program waits: with its earliest open call; None if none is open."""
+    """Return the process group of a program's earliest call that has not ended; None if all have ended."""
     open_groups = [group for group in known.groups if group.pending is not None]
     return min(open_groups, key=lambda group: group.pending.begin_ns if group.pending else 0, default=None)
 
@@ -387,7 +387,7 @@ def _is_loading(known: InstanceEvidence) -> bool:
 
 
 def stuck_helper(known: InstanceEvidence) -> Helper | None:
-    """Return the DataLoader worker that the main thread waits for, stuck in user's code; None if none is."""
+    """Return the stuck DataLoader worker that the main thread waits for; None if no worker is stuck."""
     if not known.helpers or not _is_loading(known):
         return None
     return next(

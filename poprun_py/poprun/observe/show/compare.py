@@ -50,7 +50,7 @@ class Difference:
     """A number, such as the time of a step, in two reports, and how it changed."""
 
     figure: str
-    before: str  # with its unit
+    before: str  # the value in the first report, with its unit
     after: str
     change: Change
     share: float = 0.0  # by how much the second figure is larger: 0.1 for a tenth

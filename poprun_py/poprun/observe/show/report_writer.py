@@ -16,7 +16,7 @@ DATA: Final = ".json"
 
 _FIRST_SECONDS: Final = 1.0
 _GAP_SECONDS: Final = 30.0
-_LARGEST_SHARE: Final = 0.02  # of its time that poprun writes
+_LARGEST_SHARE: Final = 0.02  # largest share of poprun's time in which it writes reports
 
 
 class ReportWriter:

@@ -26,14 +26,14 @@ class Details:
     """The commands, options and environment variables that ``-v`` adds to the printed table of a plan."""
 
     command: tuple[str, ...]  # argv of the first command that poprun starts
-    num_commands: int  # how many such commands there are
+    num_commands: int  # number of commands that poprun starts
     origins: tuple[tuple[str, str, str], ...]  # name, value and origin of each option that was given, or of all
-    environment: Mapping[str, str]  # what is added to the environment of instance 0
-    frameworks: Mapping[str, Mapping[str, str]]  # what of it is there for each framework; none without -vv
+    environment: Mapping[str, str]  # variables that poprun adds to the environment of instance 0
+    frameworks: Mapping[str, Mapping[str, str]]  # variables by framework; empty without -vv
 
 
 MIN_WIDTH: Final = 40  # columns below which the cells would fall apart; a narrower terminal wraps whole rows
-_WHOLE_WIDTH: Final = 60  # columns below which there is no room for them
+_WHOLE_WIDTH: Final = 60  # width of a terminal below which virtual IPUs are left out
 _MAX_HOSTS: Final = 4
 _MAX_INSTANCES: Final = 8
 _NUM_SHOWN: Final = 3

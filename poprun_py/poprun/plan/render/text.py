@@ -70,7 +70,7 @@ def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
 
 
 def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[str]]) -> _Cells:
-    """Return a table with a cell for each IPU-Link domain if the columns divide so, else with one for all."""
+    """Return a table with one cell for each IPU-Link domain, or one for all if columns do not divide evenly."""
     shown = {label: row for label, row in rows.items() if row}
     divides = len(_Cells(shown).leaves) % plan.num_ilds == 0
     ilds = _items(plan.num_ilds) if divides else [fold_numbers(range(plan.num_ilds))]

@@ -46,7 +46,7 @@ class Rate:
 
 
 def rates(before: JobView | None, after: JobView) -> list[Rate]:
-    """Return the speed of each instance between two views of a job; unknown if ``before`` is None or old."""
+    """Return the speed of each instance between two views; unknown without ``before`` or after a restart."""
     if before is None or before.restart_count != after.restart_count:
         return [Rate()] * len(after.instances)
     return [_rate(old, new) for old, new in zip(before.instances, after.instances, strict=True)]

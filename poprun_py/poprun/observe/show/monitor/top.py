@@ -39,8 +39,7 @@ from poprun.text.screen import print_out, run_click, visible, write_any_letter
 
 _VIEWS_OF_A_RATE: Final = 8
 _MOVES: Final = {"\x1b[A": -1, "\x1bOA": -1, "k": -1, "\x1b[B": 1, "\x1bOB": 1, "j": 1}
-"""The keys that move the choice of a job in the list, each with a number of rows: arrows (in two modes of a
-terminal), j and k."""
+"""The keys that move the choice in the list of jobs, each with a number of rows."""
 
 _KEY: Final = re.compile(r"\x1b[\[O].|.", re.DOTALL)
 _SOCKETS: Final = "/proc/net/unix"
@@ -53,8 +52,8 @@ _SILENCE_SECONDS: Final = 10.0
 class RunningJob:
     """A running job of this user, to whose poprun a monitor can connect."""
 
-    pid: int  # process id of its poprun, as this process sees it
-    address: str  # name of its control socket
+    pid: int  # process id of the job's poprun, in this pid namespace
+    address: str  # name of the job's control socket
 
 
 def running_jobs() -> list[RunningJob]:

@@ -46,7 +46,7 @@ class Line:
     """One line of a chart: its name, its CSS class, and its points in each attempt."""
 
     name: str  # empty if there is only one line
-    style: str  # its class
+    style: str  # the CSS class of the line
     parts: Sequence[Sequence[Point]]  # the points of each attempt, by time
 
     @property

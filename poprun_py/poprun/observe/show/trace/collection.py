@@ -54,7 +54,7 @@ class InstanceClock:
     """The conversion of an instance's times to poprun's clock, and how exact the conversion is."""
 
     to_ours: Callable[[int], int]
-    offset_seconds: float  # of the program's clock, when its window began
+    offset_seconds: float  # lead of the program's clock when the traced window began
     drift: float
     uncertainty_seconds: float
 
@@ -154,7 +154,7 @@ class Merging:
         self._plan = plan
         self._parts = parts
         self._is_stopped = is_stopped
-        self.problems: dict[str, list[int]] = defaultdict(list)  # instances by what is wrong with their recordings
+        self.problems: dict[str, list[int]] = defaultdict(list)  # instances by the text of their problem
         self.is_damaged = False  # whether a recording cannot be read
         traced = {index: self._read_traced(index, rounds) for index in range(plan.num_instances)}
         self._traced = {index: it for index, it in traced.items() if it is not None}

@@ -59,7 +59,7 @@ class About:
     first_step: int = 0
     begun_ns: int = 0
     ended_ns: int = 0
-    exchanges: tuple[Exchange, ...] = ()  # with its agent, before and after
+    exchanges: tuple[Exchange, ...] = ()  # comparisons with the agent's clock, before and after the recording
     calls: tuple[Call, ...] = ()  # the collectives that the program has called, by time; names include the backend
 
 
@@ -184,7 +184,7 @@ def _read_workers(text: str) -> list[Slice]:
 
 
 def _nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return ``slices`` by row and time, cut where torch's rounding makes an inner one end too late."""
+    """Return ``slices`` by row and time; an inner slice that ends, by rounding, after its outer one is cut."""
     nested: list[Slice] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda it: (it.row, it.begin_ns, -it.end_ns)):

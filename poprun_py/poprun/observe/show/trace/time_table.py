@@ -54,7 +54,7 @@ class Operation:
 
     name: Annotated[str, visible]
     num_calls: int
-    seconds: float  # without the time of the operations that it calls
+    seconds: float  # without the time of inner operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A grid of equal cells, filled row by row from the left, which computes places."""
+    """A grid of equal cells, filled row by row from the left; it computes the place of each cell."""
 
     num_cells: int
     num_columns: int

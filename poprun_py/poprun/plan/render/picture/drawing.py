@@ -26,7 +26,7 @@ from poprun.plan.render.words import (
 from poprun.text.ranges import counted, fold_numbers, numbered
 from popsize.svg import NUM_HUES, cut, element, middle, rect, text, text_width
 
-MAX_WIDTH: Final = 1500  # of a picture whose parts allow it, so that it fits a screen of 1,600 pixels
+MAX_WIDTH: Final = 1500  # width of a picture if its parts allow it: it fits a screen of 1,600 pixels
 _LEGEND: Final = 34  # from the hosts to the base line of the legend
 _MIN_NAME: Final = 8  # characters of a host's name that every host has room for
 Description = Callable[[str, str], tuple[Sequence[str], Mapping[str, object]]]
@@ -42,7 +42,7 @@ class PartSizes:
     chip: tuple[int, int]
     bar: int
     space: int  # between the parts of an instance; twice that between instances
-    max_bars: int  # up to so many replicas of an instance each have a bar
+    max_bars: int  # largest number of an instance's replicas for which each has a bar
     is_wordy: bool = False  # whether labels have words, however wide that makes an instance
 
     @property
@@ -132,7 +132,7 @@ class _Drawer:
     def frames(
         self, class_: str, blocks: Sequence[Block], count: int, padding: int, gap: int, first: int = 0
     ) -> list[Block]:
-        """Return frames around every ``count`` of ``blocks``; domains have numbers, from ``first`` on."""
+        """Return a frame around each ``count`` of ``blocks``; IPU-Link domains are numbered from ``first``."""
         size, space, frames = self.sizes.text, self.sizes.space, []
         top = padding + size + space if class_ == "ild" else padding
         for start in range(0, len(blocks), count):
