@@ -78,7 +78,7 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Return the plan of :func:`make_plan`, and advice on it; ``are_hosts_seen``: hosts get inspected."""
+    """Return the plan of :func:`make_plan`, and advice; ``are_hosts_seen``: poprun inspects the hosts."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
@@ -157,7 +157,7 @@ class _Counts:
 def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
-    """Return ``request``, completed by the mapping and Slurm's job, and the job's numbers of instances etc."""
+    """Return ``request``, completed by the mapping and Slurm's job, and the numbers of the job."""
     if request.num_replicas is not None:
         check_count("--num-replicas", request.num_replicas)
     parallelism = Parallelism()

@@ -79,7 +79,7 @@ class PoolRequest:
         return self.queue_name if self.partition is None else self.partition.name
 
     def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
-        """Return the names of the IPUs that the job gets now, () to wait, and the IPUs newly chosen."""
+        """Return the names of the IPUs that the job gets now, () if it must wait, and all new IPUs."""
         wanted, kept = self.partition, frozenset[str]()
         if wanted is not None and (found := state.partition(wanted.name)) is not None:
             if found.lease is not None:
@@ -161,7 +161,7 @@ def refusal(  # noqa: PLR0913 - the text needs every one of these facts
     advises: bool = True,
     place: str = "on this machine",
 ) -> str:
-    """Return the text why the job of the lease ``own`` gets no virtual IPUs now: who uses them or waits first."""
+    """Return the text that says why the lease ``own`` gets no virtual IPUs now: who uses them or waits first."""
     if request.partition is not None and (found := state.partition(request.partition.name)) is not None:
         reason = f"partition {found.name} is in use"
         lease = state.lease(found.lease)

@@ -31,7 +31,7 @@ class Renewals:
         return key in self._ends
 
     def renew(self, key: str) -> None:
-        """Set the end of the lease ``key``, new or not, to a whole duration of leases from now."""
+        """Let the lease ``key``, new or not, end one whole duration from now unless it is renewed again."""
         self._ends[key] = self._clock() + self._lease_seconds
 
     def remove(self, key: str) -> None:
@@ -43,7 +43,7 @@ class Renewals:
         self._ends = {key: end for key, end in self._ends.items() if key in keys}
 
     def expired(self) -> list[str]:
-        """Return the keys of leases that were not renewed in time. If this process was stopped, allow more."""
+        """Return the keys of leases not renewed in time; a pause of this process extends every lease first."""
         now = self._clock()
         gap = now - self._polled_at - self._poll_seconds
         self._polled_at = now
@@ -106,7 +106,7 @@ class ClientLeases:
             self._end(key, "given back")
 
     def end_expired(self) -> None:
-        """End all leases that were not renewed in time, and forget those that others have ended."""
+        """End leases that were not renewed in time, and forget leases that another process has ended."""
         with self._lock:
             self._renewals.keep_only(_by_key(self._pool.state()).keys())
             for key in self._renewals.expired():

@@ -167,7 +167,7 @@ class BoundedProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """Start the new connection's timer; if there are too many, close the oldest that is incomplete."""
+        """Start a timer for the connection; if connections are too many, close the oldest incomplete one."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
