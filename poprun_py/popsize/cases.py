@@ -69,15 +69,15 @@ def predict_cases(text: str, machines: Table[str, Machine]) -> tuple[Case, ...]:
         row = dict(zip(names, cells, strict=False))
         given = {column: cell for column, cell in zip(columns, cells, strict=False) if cell and column in COLUMNS}
         many = f"it has {len(cells)} cells, and the file {len(names)} columns" if any(cells[len(names) :]) else ""
-        found, error = None, wrong or many
+        candidate, error = None, wrong or many
         try:
             if not error:
                 workload, mapping = _read(given, machines)
                 _check_others(row, mapping, workload.training.global_batch)
-                found = predict(workload, mapping)
+                candidate = predict(workload, mapping)
         except SizingError as broken:
             error = str(broken)
-        cases.append(Case(line=line, row=row, predicted=found, error=error))
+        cases.append(Case(line=line, row=row, predicted=candidate, error=error))
     return tuple(cases)
 
 

@@ -161,13 +161,13 @@ def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Mod
     kind = str(table.get("model_type", "")).lower()
     _check_planned(table, kind, origin)
     given = model_numbers(numbers)
-    found = {
+    sizes = {
         name: number
         for name in FIELD_NAMES
         if name not in given and (number := _config_number(table, name, origin)) is not None
     }
     if table.get("multi_query") is True and not table.get("new_decoder_architecture"):
-        found["kv_heads"] = 1
+        sizes["kv_heads"] = 1
     gated = any(word in kind for word in _GATED) or table.get("hidden_act") in _GATES
     tied = table.get("tie_word_embeddings")
     base = replace(
@@ -176,7 +176,7 @@ def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Mod
         causal=not any(word in kind for word in _BOTH_WAYS),
         biases=not gated and table.get("bias") is not False,
     )
-    values = found | given
+    values = sizes | given
     if any(kind.startswith(word) for word in _PLAIN_POSITIONS):
         values = {"positions": values["sequence"]} | values
     name = str(table.get("_name_or_path") or kind or origin)
@@ -245,15 +245,15 @@ def model_of(table: Mapping[str, Any], origin: str) -> Model:
         version = shown(table.get("popsize_model"))
         raise ModelError(f"{origin} has version {version}; this one reads {_MODEL_FILE}: describe it again")
     try:
-        found: dict[str, Any] = _checked(table, _LEAST_MODEL, "it")
+        checked: dict[str, Any] = _checked(table, _LEAST_MODEL, "it")
     except (TypeError, ValueError) as error:
         raise ModelError(f"{origin} is no model that describe(...).save() wrote: {error}") from None
     model = Model(
-        name=_printable(found["name"]) or origin,
-        sequence=found["sequence"],
-        layers=tuple(map(_layer, found["layers"])),
-        divisors=tuple((_printable(name), number) for name, number in found["divisors"]) or _UNDIVIDED,
-        tied_parameters=found["tied_parameters"],
+        name=_printable(checked["name"]) or origin,
+        sequence=checked["sequence"],
+        layers=tuple(map(_layer, checked["layers"])),
+        divisors=tuple((_printable(name), number) for name, number in checked["divisors"]) or _UNDIVIDED,
+        tied_parameters=checked["tied_parameters"],
     )
     if model.num_parameters <= 0:
         raise ModelError(f"{origin} is a model of {model.num_parameters:g} parameters")

@@ -128,10 +128,10 @@ def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes
 
 def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
     """Return the seconds of a micro batch's passes through ``layer``, recomputed if the model runs in phases."""
-    found = _layer_passes(layer, workload, _way(workload, mapping))
+    passes = _layer_passes(layer, workload, _way(workload, mapping))
     if not mapping.has_layer_phases or layer.can_recompute:
-        return found
-    return _Passes(found.layers * _AGAIN / 3, found.tensor * _AGAIN / 3)
+        return passes
+    return _Passes(passes.layers * _AGAIN / 3, passes.tensor * _AGAIN / 3)
 
 
 @lru_cache(maxsize=8192)

@@ -29,9 +29,9 @@ _SIZES: Final = {
 
 def bytes_of(text: str, unit: str = "b") -> int | None:
     """Return the bytes of a size such as ``2 GB``; a number alone has the unit ``unit``. None if it is no size."""
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
-    size = _SIZES.get((found[2] or unit).lower()) if found else None
-    return None if found is None or size is None else int(float(found[1]) * size) or None
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
+    size = _SIZES.get((match[2] or unit).lower()) if match else None
+    return None if match is None or size is None else int(float(match[1]) * size) or None
 
 
 def gib(size: float) -> str:
@@ -62,10 +62,10 @@ class Device:
         """Return the precision ``asked``, by default the device's usual one. MachineError if it has no units."""
         known = [name for name in PRECISIONS if name in self.flops]
         usual: tuple[Precision, ...] = ("bf16", "fp16", *PRECISIONS)
-        found = next((name for name in usual if name in known and asked in (None, name)), None)
-        if found is None:
+        chosen = next((name for name in usual if name in known and asked in (None, name)), None)
+        if chosen is None:
             raise MachineError(f"precision={asked}: it is one of {', '.join(known)} on {self.name}")
-        return found
+        return chosen
 
     def flops_at(self, precision: Precision) -> float:
         """Return the device's operations per second in ``precision``; in fp32 if it has no unit for it."""
@@ -278,8 +278,8 @@ def is_called(name: str, model: str) -> bool:
 
 def _form_of(name: str) -> str:
     """Return the form of a device, ``PCIe`` or ``NVL``, that its name contains; "" if it contains none."""
-    found = re.search(r"\b(PCIe|NVL)\b", name)
-    return found[0] if found else ""
+    match = re.search(r"\b(PCIe|NVL)\b", name)
+    return match[0] if match else ""
 
 
 _ALIASES: Final = {"A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200-141GB", "IPU": "GC200"}

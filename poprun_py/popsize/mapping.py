@@ -221,16 +221,16 @@ _CHOICES: Final = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "sharding": SH
 
 def parse_mapping(words: str) -> dict[str, Any]:
     """Return the values in a text such as ``tensor=8,pipeline=4``, by name. Raises MappingError if wrong."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in words.replace(" ", ",").split(","))):
         name, equals, value = part.partition("=")
         key = mapping_name(name)
         if not equals or not value:
             raise MappingError(f"{part!r} gives no value: write {key}=8")
-        given = parse_value(key, value)
-        if found.setdefault(key, given) != given:
-            raise MappingError(f"{key} is given twice: {_word(found[key])} and {_word(given)}")
-    return found
+        parsed = parse_value(key, value)
+        if values.setdefault(key, parsed) != parsed:
+            raise MappingError(f"{key} is given twice: {_word(values[key])} and {_word(parsed)}")
+    return values
 
 
 def mapping_name(name: str) -> str:
@@ -265,10 +265,10 @@ def parse_value(key: str, value: str) -> Any:
 
 def parse_count(name: str, value: str) -> int:
     """Return the whole number in a text such as ``8`` or ``8.0``. Raises MappingError if it is not above 0."""
-    found = re.fullmatch(r"0*([1-9][0-9]{0,14})(?:\.0*)?", value)
-    if found is None:
+    match = re.fullmatch(r"0*([1-9][0-9]{0,14})(?:\.0*)?", value)
+    if match is None:
         raise MappingError(f"{name}={value:.40}: give a whole number of 1 or more")
-    return int(found[1])
+    return int(match[1])
 
 
 def completed(values: Table[str, Any], num_devices: int) -> Mapping:
@@ -281,8 +281,8 @@ def completed(values: Table[str, Any], num_devices: int) -> Mapping:
     schedule = "interleaved" if values.get("interleave", 1) > 1 else "1f1b"
     sharding = values.get("sharding", "none")
     shards = ["optimizer_shards"] * (sharding != "none") + ["weight_shards"] * (sharding == "weights")
-    found = Mapping(**{"replicas": replicas, "schedule": schedule, **dict.fromkeys(shards, replicas), **values})
-    return replace(found, recompute=values.get("recompute", "layer")) if found.has_layer_phases else found
+    mapping = Mapping(**{"replicas": replicas, "schedule": schedule, **dict.fromkeys(shards, replicas), **values})
+    return replace(mapping, recompute=values.get("recompute", "layer")) if mapping.has_layer_phases else mapping
 
 
 def check(mapping: Mapping, workload: Workload) -> None:

@@ -36,11 +36,11 @@ def cube_svg(one: Candidate, style: str) -> str:
     drawn = {name: min(number, _SHOWN[name]) for name, number in sizes.items()}
     hidden = [f"{number - drawn[name]} more {name}" for name, number in sizes.items() if number > drawn[name]]
     title = f"{workload.model.name} on {mapping.num_devices} x {workload.machine.device.name}"
-    found = (
+    summary = (
         f"tensor {mapping.tensor} x pipeline {mapping.pipeline} x replicas {mapping.replicas}: "
         f"{seconds(one.duration.total)} a step, {one.memory.total / GIB:.1f} GiB on the fullest device"
     )
-    words = [found, *([f"not drawn: {', '.join(hidden)}"] if hidden else []), *_phase_words(one)]
+    words = [summary, *([f"not drawn: {', '.join(hidden)}"] if hidden else []), *_phase_words(one)]
     lines = [text(title, (_MARGIN, _MARGIN + _PADDING), _TITLE, "title")]
     for number, line in enumerate(words, 2):
         lines.append(text(line, (_MARGIN, _MARGIN + number * _LINE - _PADDING), _WORDS, "line"))

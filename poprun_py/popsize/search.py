@@ -159,13 +159,13 @@ class _Shape:
 
 def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
     """Return the mappings of ``shape`` that could be faster than all before; the last that fits is fastest."""
-    found, best = list[Candidate](), math.inf
+    candidates, best = list[Candidate](), math.inf
     for one in shape.candidates(workload):
         if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simpler
             continue
-        found.append(one)
+        candidates.append(one)
         best = one.duration.total if one.fits else best
-    return found
+    return candidates
 
 
 def _next_better(
@@ -193,18 +193,18 @@ def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
 
 def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
     """Return, in words, changes of the machine or of ``fixed`` with which a mapping would fit."""
-    found = [_least_lacking(workload, fixed)]
+    changes = [_least_lacking(workload, fixed)]
     for name in fixed:
         rest = {key: value for key, value in fixed.items() if key != name}
         if fitting := _fitting(workload, rest):
-            found.append(f"{name} other than {fixed[name]}: {fitting[0].mapping.text}")
+            changes.append(f"{name} other than {fixed[name]}: {fitting[0].mapping.text}")
     for factor in _MORE_DEVICES:
         number = workload.machine.num_devices * factor
         if number <= MOST_DEVICES:
             larger = replace(workload, machine=replace(workload.machine, num_devices=number))
             if _fitting(larger, {"micro_batch": 1, **fixed}):  # larger micro batches need more memory
-                return [*found, f"{number} devices in place of {workload.machine.num_devices}"]
-    return found
+                return [*changes, f"{number} devices in place of {workload.machine.num_devices}"]
+    return changes
 
 
 def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
@@ -245,13 +245,13 @@ def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mappi
     for shape in _shapes(workload, fixed):
         groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
     ways: dict[tuple[int, int, str], list[Mapping]] = {}
-    found = []
+    pairs = []
     for shapes in groups.values():
         size = (shapes[0].tensor, shapes[0].pipeline, shapes[0].recompute)
         if size not in ways:
             ways[size] = _ways(shapes[0], workload, fixed)
-        found += [(ways[size], shapes)] if ways[size] else []
-    return found
+        pairs += [(ways[size], shapes)] if ways[size] else []
+    return pairs
 
 
 def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
@@ -343,13 +343,13 @@ def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
 
 def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[tuple[Schedule, int]]:
     """Return the pipeline schedules to try, each with its number of pieces per stage (interleaving)."""
-    found: list[tuple[Schedule, int]] = [("gpipe" if fixed.get("schedule") == "gpipe" else "1f1b", 1)]
+    schedules: list[tuple[Schedule, int]] = [("gpipe" if fixed.get("schedule") == "gpipe" else "1f1b", 1)]
     if shape.pipeline > 1 and shape.num_micro_batches(workload.training.global_batch) % shape.pipeline == 0:
         pieces = sorted({*_INTERLEAVE, fixed.get("interleave", 2)} - {1})
-        found += [("interleaved", v) for v in pieces if workload.model.num_layers % (shape.pipeline * v) == 0]
+        schedules += [("interleaved", v) for v in pieces if workload.model.num_layers % (shape.pipeline * v) == 0]
     return [
         (schedule, v)
-        for schedule, v in found
+        for schedule, v in schedules
         if fixed.get("schedule", schedule) == schedule and fixed.get("interleave", v) == v
     ]
 

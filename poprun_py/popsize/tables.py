@@ -111,7 +111,7 @@ def why_not_faster(answer: Answer) -> list[str]:
         return []
     kind = one.memory.largest
     place = where(one)
-    found = f"Faster, but does not fit: {one.mapping.text}: {seconds(one.duration.total)} a step."
+    headline = f"Faster, but does not fit: {one.mapping.text}: {seconds(one.duration.total)} a step."
     why = (
         f"  {place[:1].upper()}{place[1:]} needs {one.memory.total / GIB:.2f} GiB and has "
         f"{gib(one.workload.limit_bytes)}: {one.missing_bytes / GIB:.2f} GiB ({one.missing_bytes:,.0f} bytes) "
@@ -123,7 +123,7 @@ def why_not_faster(answer: Answer) -> list[str]:
             f"{gib(one.memory.streaming - one.missing_streaming_bytes)}: "
             f"{one.missing_streaming_bytes:,.0f} bytes too many."
         )
-    return ["", found, why]
+    return ["", headline, why]
 
 
 def where(candidate: Candidate) -> str:
@@ -218,12 +218,12 @@ def traffic(candidate: Candidate) -> list[tuple[str, float, str]]:
     sums = sum(n * tensor_rounds(layer, mapping.recompute) * layer.output_bytes for layer, n in stage.layers)
     sent = number * mapping.interleave * transfer_bytes(workload, mapping) if mapping.pipeline > 1 else 0.0
     stride = mapping.tensor * mapping.replicas
-    found = [
+    flows = [
         ("tensor", samples * sums, is_near(mapping.tensor, 1, machine, mapping.num_devices)),
         ("stages", sent, is_near(2, stride, machine, mapping.num_devices)),
         *((one.name, one.sent, one.is_near) for one in exchanges(workload, mapping)),
     ]
-    rows = [(name, size, "links inside a host" if near else "network between hosts") for name, size, near in found]
+    rows = [(name, size, "links inside a host" if near else "network between hosts") for name, size, near in flows]
     rows += [("streaming", sum(streamed_bytes(workload, mapping)), "slower memory beside the device")]
     return [row for row in rows if row[1]]
 

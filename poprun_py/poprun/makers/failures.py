@@ -51,11 +51,11 @@ def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
     """Return why a program failed on its GPU, found in its last output ``lines``; None if not there."""
     text = " ".join(lines)
     if memory := _NO_MEMORY.search(text):
-        wanted, device, total, free = memory.groups()
+        size, device, total, free = memory.groups()
         of = f", of {total} there" if total else ""
         left = f" {free} are free" if free else ""
-        said = f"out of memory on {device or 'its device'}: it asked for {wanted}{of}{left}"
-        return DeviceFailure(said=said, advice=_LESS_MEMORY)
+        reason = f"out of memory on {device or 'its device'}: it asked for {size}{of}{left}"
+        return DeviceFailure(said=reason, advice=_LESS_MEMORY)
     if fault := AT_FAULT.search(text):
         assertion = find_assertion(lines)
         return DeviceFailure(said=assertion or f"{fault[1]} on its device", advice=_BLOCKING)

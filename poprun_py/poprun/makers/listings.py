@@ -38,7 +38,7 @@ def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Liste
         if uuid:
             pids[uuid] += (int(number) if number.isdecimal() else 0,)
     slices = _slices(tree)
-    found = list[Listed]()
+    listed = list[Listed]()
     for line in inventory.splitlines():
         if "," not in line:
             continue
@@ -52,20 +52,20 @@ def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Liste
             )
             for kind, name in slices.get(index, ())
         ]
-        found += [replace(it, pids=pids.get(it.uuid, ())) for it in parts or [gpu]]
-    return tuple(found)
+        listed += [replace(it, pids=pids.get(it.uuid, ())) for it in parts or [gpu]]
+    return tuple(listed)
 
 
 def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
     """Return the kind and UUID of each MIG slice in ``tree``, the output of ``nvidia-smi -L``, by GPU number."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    slices: dict[str, list[tuple[str, str]]] = {}
     index = ""
     for line in tree.splitlines():
         if gpu := _GPU_LINE.match(line):
             index = gpu[1]
         elif part := _SLICE_LINE.match(line):
-            found.setdefault(index, []).append((part[1], part[2]))
-    return found
+            slices.setdefault(index, []).append((part[1], part[2]))
+    return slices
 
 
 def _size_of(kind: str) -> int:
@@ -79,7 +79,7 @@ def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, 
     del answers
     nodes = sorted(int(path.split("/")[-2]) for path in files if path.endswith("/gpu_id"))
     folder = next((path.rpartition("/")[0].rpartition("/")[0] for path in files if path.endswith("/gpu_id")), "")
-    found = list[Listed]()
+    gpus = list[Listed]()
     for node in nodes:
         gpu_id = files[f"{folder}/{node}/gpu_id"].strip()
         properties = _properties(files.get(f"{folder}/{node}/properties", ""))
@@ -95,9 +95,9 @@ def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, 
             for path, text in files.items()
             if path.endswith(f"/vram_{gpu_id}") and _first_number(text)
         )
-        found.append(
+        gpus.append(
             Listed(
-                name=str(len(found)),
+                name=str(len(gpus)),
                 uuid=f"GPU-{unique:016x}" if unique else address,
                 address=address,
                 model=product or f"gfx{properties.get('gfx_target_version', 0)}",
@@ -105,7 +105,7 @@ def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, 
                 pids=tuple(int(parts[-2]) for parts in holders),
             )
         )
-    return tuple(found)
+    return tuple(gpus)
 
 
 def _properties(text: str) -> dict[str, int]:
@@ -119,7 +119,7 @@ def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed
     import csv
 
     inventory, processes = answers
-    found = list[Listed]()
+    listed = list[Listed]()
     for row in csv.reader(inventory.splitlines()):
         if len(row) < len(("id", "model", "address", "memory")) or not row[0].isdecimal():
             continue
@@ -143,8 +143,8 @@ def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed
             )
             for tile in range(num_tiles)
         )
-        found += [whole] if num_tiles == 1 else tiles
-    return tuple(found)
+        listed += [whole] if num_tiles == 1 else tiles
+    return tuple(listed)
 
 
 def _holders(processes: str, card: str) -> Iterator[int]:

@@ -46,21 +46,21 @@ def _left_by(
     variable: str, text: str, devices: Sequence[Listed], maker: Maker
 ) -> tuple[tuple[Listed, ...], list[str]]:
     """Return the GPUs that a variable such as CUDA_VISIBLE_DEVICES leaves, and problems of its value ``text``."""
-    found = list[Listed]()
+    left = list[Listed]()
     for word in map(str.strip, text.split(",")):
         matches = _called(word, devices, maker)
         if not matches and word in _HIDING:
             break
         if not matches:
-            there = ", ".join(it.name for it in devices) or "none"
+            names = ", ".join(it.name for it in devices) or "none"
             ends = "" if text.strip() == word else ", and what follows it is not read"
-            return tuple(found), [
-                f"{variable}={text} names {word}, which is not among the devices here ({there}){ends}: correct it"
+            return tuple(left), [
+                f"{variable}={text} names {word}, which is not among the devices here ({names}){ends}: correct it"
             ]
-        found += matches
-    if len({it.uuid for it in found}) < len(found):
+        left += matches
+    if len({it.uuid for it in left}) < len(left):
         return (), [f"{variable}={text} names a device twice, and then a program sees none: name each once"]
-    return tuple(found), []
+    return tuple(left), []
 
 
 def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
@@ -80,5 +80,5 @@ def _masks_of_others(maker: Maker, environment: Mapping[str, str]) -> list[str]:
     name = next((name for name in foreign if environment.get(name, "")), None)
     if name is None:
         return []
-    said = f"{name}={environment[name]} is set, and the devices here are {maker.name}'s, which do not read it"
-    return [f"{said}: set {maker.mask}"]
+    problem = f"{name}={environment[name]} is set, and the devices here are {maker.name}'s, which do not read it"
+    return [f"{problem}: set {maker.mask}"]

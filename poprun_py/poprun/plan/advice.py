@@ -33,8 +33,8 @@ def advise(
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
     if len(plan.hosts) > 1 and not are_hosts_seen:
-        here = named("GPU", plan.devices) if plan.devices else f"cores {fold_numbers(plan.cores)}"
-        lines.append(f"planned as if each of the {len(plan.hosts):,} hosts had what this machine has: {here}")
+        resources = named("GPU", plan.devices) if plan.devices else f"cores {fold_numbers(plan.cores)}"
+        lines.append(f"planned as if each of the {len(plan.hosts):,} hosts had what this machine has: {resources}")
     return tuple(lines)
 
 
@@ -43,13 +43,13 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
-        found = f"this machine has {named('GPU', gpus)}" if gpus else "no GPU is found here"
-        raise PlanError(f"{source}: devices names {named('GPU', missing)}, and {found}: {cure}")
-    here = {cpu.number for cpu in facts.cpus} or set(facts.cores)
-    if absent := {core for binding in plan.bindings for core in binding.cores} - here:
+        gpus_here = f"this machine has {named('GPU', gpus)}" if gpus else "no GPU is found here"
+        raise PlanError(f"{source}: devices names {named('GPU', missing)}, and {gpus_here}: {cure}")
+    cores_here = {cpu.number for cpu in facts.cpus} or set(facts.cores)
+    if absent := {core for binding in plan.bindings for core in binding.cores} - cores_here:
         raise PlanError(
             f"{source}: bindings names {numbered('core', sorted(absent))}, and this process may use "
-            f"{numbered('core', sorted(here))}: {cure}, or leave bindings empty to bind none"
+            f"{numbered('core', sorted(cores_here))}: {cure}, or leave bindings empty to bind none"
         )
     if len(plan.cores) <= len(facts.cores):
         return ()
@@ -65,21 +65,21 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
     vipu = plan.vipu
     if vipu.is_offline:
         return dict.fromkeys(_OF_VIRTUAL_IPUS, "--offline-mode takes no virtual IPUs")
-    found = {}
+    reasons = {}
     if not plan.devices:
-        found["share-devices"] = "the job uses no GPUs"
+        reasons["share-devices"] = "the job uses no GPUs"
     if not plan.asks_server and _is_one_allocation(vipu.pod):
         pod = vipu.pod or "this machine"
         why = f"{pod} is one allocation, whatever it is called; a pod's YAML file has several"
-        found |= dict.fromkeys(_OF_PODS, why)
+        reasons |= dict.fromkeys(_OF_PODS, why)
     if vipu.partition is None:
-        found |= dict.fromkeys(_OF_PARTITIONS, "the job names no --vipu-partition")
+        reasons |= dict.fromkeys(_OF_PARTITIONS, "the job names no --vipu-partition")
     if plan.asks_server and not plan.devices:
-        found["pool"] = f"the virtual IPUs come from the server at {vipu.server_host}"
+        reasons["pool"] = f"the virtual IPUs come from the server at {vipu.server_host}"
     elif not (plan.asks_server or plan.takes_lease or plan.owns_cores):
         why = "the job takes nothing from the pool: nobody has counted the virtual IPUs of a CPU (--ipus-per-host)"
-        found |= dict.fromkeys(_OF_LEASES, why)
-    return found
+        reasons |= dict.fromkeys(_OF_LEASES, why)
+    return reasons
 
 
 def _is_one_allocation(pod: str | None) -> bool:
@@ -130,15 +130,15 @@ def check_gpus(plan: LaunchPlan, facts: MachineFacts) -> None:
 
 
 def _too_few_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:
-    found = len(facts.gpus)
-    possible = _most_instances(plan, found // plan.num_devices_per_instance)
+    count = len(facts.gpus)
+    possible = _most_instances(plan, count // plan.num_devices_per_instance)
     cure = f"; --num-instances {possible} fits the GPUs" if possible else ""
-    if plan.num_devices_per_instance <= found and not plan.vipu.shares_devices:
-        cure += f"{', and' if cure else ';'} --share-devices lets instances share {'it' if found == 1 else 'them'}"
+    if plan.num_devices_per_instance <= count and not plan.vipu.shares_devices:
+        cure += f"{', and' if cure else ';'} --share-devices lets instances share {'it' if count == 1 else 'them'}"
     return (
         f"{counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)} "
         f"use{'s' if plan.num_instances_per_host == 1 else ''} {counted(plan.num_gpus_needed, 'GPU')}, and "
-        f"there {'is' if found == 1 else 'are'} {found}{cure}"
+        f"there {'is' if count == 1 else 'are'} {count}{cure}"
     )
 
 

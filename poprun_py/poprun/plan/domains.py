@@ -18,11 +18,11 @@ from poprun.text.ranges import counted
 
 def check_counted(plan: LaunchPlan) -> None:
     """Raise PlanError if ``--ipus-per-host`` is fewer virtual IPUs than the replicas on a host use."""
-    there, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
-    if there is not None and used > there:
-        fitting = _what_fits(plan, there * len(plan.hosts), len(plan.hosts))
+    num_ipus, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
+    if num_ipus is not None and used > num_ipus:
+        fitting = _what_fits(plan, num_ipus * len(plan.hosts), len(plan.hosts))
         raise PlanError(
-            f"--ipus-per-host {there} is too few: {_load_of_host(plan)} "
+            f"--ipus-per-host {num_ipus} is too few: {_load_of_host(plan)} "
             f"{'on each host ' if len(plan.hosts) > 1 else ''}use {used:,} virtual IPUs; give --ipus-per-host "
             f"{used} or more, or {fitting}"
         )
@@ -43,8 +43,8 @@ def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
     _check_instance(plan, pod, sizes)
     possible = _possible_ilds(plan, plan.num_instances, sizes)
     if not possible:
-        there = f"the IPU-Link domains of {pod.name}, {len(sizes)} of {sizes[0]} IPUs"
-        raise _uneven(plan, there, lambda count: bool(_possible_ilds(plan, count, sizes)))
+        domains = f"the IPU-Link domains of {pod.name}, {len(sizes)} of {sizes[0]} IPUs"
+        raise _uneven(plan, domains, lambda count: bool(_possible_ilds(plan, count, sizes)))
     if asked is not None and asked not in possible:
         raise PlanError(
             f"--num-ilds {asked} does not fit {plan.num_instances:,} instances of {plan.num_ipus_per_instance} "
@@ -75,16 +75,16 @@ def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
 def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
     """Raise PlanError if the pod, the named part of it, or a host of it has too few IPUs for the replicas."""
     allocation = allocation_of(pod, plan.vipu)
-    there = pod.part(allocation)
+    ipus = pod.part(allocation)
     name = f"allocation {allocation} of {pod.name}" if allocation else pod.name
     used = plan.num_replicas * plan.ipus_per_replica
-    if used > len(there):
+    if used > len(ipus):
         raise PlanError(
-            f"{name} has {len(there):,} IPUs, and {_replicas_of(plan, plan.num_replicas)} use {used:,}: give "
-            f"{_what_fits(plan, len(there))}, or a larger pod"
+            f"{name} has {len(ipus):,} IPUs, and {_replicas_of(plan, plan.num_replicas)} use {used:,}: give "
+            f"{_what_fits(plan, len(ipus))}, or a larger pod"
         )
     for host in sorted(set(plan.hosts).intersection(pod.hosts)):
-        share = len(set(share_of(pod, host)).intersection(there))
+        share = len(set(share_of(pod, host)).intersection(ipus))
         if plan.num_ipus_per_host > share:
             fitting = _what_fits(plan, share * len(plan.hosts), len(plan.hosts))
             raise PlanError(

@@ -44,12 +44,12 @@ def framework_variables(
 ) -> dict[str, str]:
     """Return instance ``index``'s variables for JAX, TensorFlow and onnxruntime that the user did not set."""
     set_already = _of_user(user)
-    told = {
+    variables = {
         **_for_jax(plan, index, set_already, start),
         **_for_tensorflow(index, start),
         **_for_onnxruntime(plan, set_already),
     }
-    return {name: value for name, value in told.items() if name not in set_already}
+    return {name: value for name, value in variables.items() if name not in set_already}
 
 
 def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -84,15 +84,15 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
             f"{JAX_CPU_DEVICES}={devices} is set and stays: so many CPU devices has JAX in each instance, and "
             f"poprun {counted(local, 'replica')}; unset it to leave that to poprun"
         )
-    own = {name for _, variables in plan.instance_variables for name, _ in variables}
+    own_names = {name for _, variables in plan.instance_variables for name, _ in variables}
     for name, meaning in (
         (TENSORFLOW, "TensorFlow takes its workers from there, and each instance takes itself for the same one"),
         (JAX_LOCAL_DEVICES, "JAX uses these devices in every instance, whichever poprun gives it"),
         (JAX_ADDRESS, "JAX connects there, where poprun holds no port"),
     ):
-        if name in set_already and name not in own and plan.num_instances > 1:
+        if name in set_already and name not in own_names and plan.num_instances > 1:
             yield f"{name} is set and stays: {meaning}; unset it to leave that to poprun"
-    yield from _contradicting_masks(plan, {*plan.variables_of(0), *own})
+    yield from _contradicting_masks(plan, {*plan.variables_of(0), *own_names})
 
 
 def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[str]:

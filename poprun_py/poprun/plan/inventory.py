@@ -134,9 +134,9 @@ def size_of_partition(num_ipus: int) -> int:
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
     """Return ``num_ipus`` of ``ipus``: neighbours from an aligned index on if possible, else the first IPUs."""
     size = size_of_partition(num_ipus)
-    there = {ipu.index: ipu for ipu in ipus}
-    for first in there:
+    by_index = {ipu.index: ipu for ipu in ipus}
+    for first in by_index:
         block = range(first, first + num_ipus)
-        if first % size == 0 and all(index in there for index in block):
-            return tuple(there[index] for index in block)
+        if first % size == 0 and all(index in by_index for index in block):
+            return tuple(by_index[index] for index in block)
     return tuple(ipus[:num_ipus])

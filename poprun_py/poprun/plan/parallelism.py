@@ -42,18 +42,18 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
     from popsize.mapping import loaded
 
     try:
-        found = loaded(content, name)
+        saved = loaded(content, name)
     except MappingError as error:
         where = "" if str(error).startswith(name) else f"{name}: "
         raise PlanError(f"--parallelism {where}{error}") from None
-    mapping = found.mapping
+    mapping = saved.mapping
     return AskedMapping(
         text=name,
         tensor=mapping.tensor,
         pipeline=mapping.pipeline,
         replicas=mapping.replicas,
         path=path,
-        devices=found.devices,
+        devices=saved.devices,
     )
 
 
@@ -112,7 +112,7 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
     """Raise PlanError if a host, which has ``num_gpus`` GPUs, has too few for the mapping ``asked``."""
     if asked.replicas is None or plan.devices or not num_gpus:
         return
-    there = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
+    counts = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
     size = plan.parallelism.instances_per_replica
     fitting, step = num_gpus // plan.num_devices_per_instance * len(plan.hosts), math.lcm(size, len(plan.hosts))
     num_replicas = fitting // step * step // size
@@ -120,7 +120,7 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
     nearest = f"{sizes},replicas={num_replicas}" if num_replicas else "fewer instances a replica"
     raise PlanError(
         f"--parallelism {asked.text} is for {plan.num_gpus_needed * len(plan.hosts)} GPUs, and found are "
-        f"{there}; nearest: {nearest}, or --offline-mode to compute on the CPU"
+        f"{counts}; nearest: {nearest}, or --offline-mode to compute on the CPU"
     )
 
 
@@ -132,17 +132,17 @@ def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) ->
     num_devices = plan.num_replicas * plan.parallelism.instances_per_replica
     per_host = num_devices // len(plan.hosts)
     if planned.are_gpus != on_gpus:
-        found = "GPUs" if on_gpus else "the CPU"
-        cure = f"plan for {found}: poprun-size {'--devices' if on_gpus else f'--cpu {num_devices}'}"
+        actual = "GPUs" if on_gpus else "the CPU"
+        cure = f"plan for {actual}: poprun-size {'--devices' if on_gpus else f'--cpu {num_devices}'}"
     elif on_gpus and (other := _other_kind(planned, next(gpu for gpu in gpus if gpu.name == plan.devices[0]))):
-        found, cure = other, "plan for these: poprun-size without --devices"
+        actual, cure = other, "plan for these: poprun-size without --devices"
     elif per_host != planned.per_host and plan.vipu.pod is None:
-        found = f"{per_host} devices a host, not {planned.per_host}"
+        actual = f"{per_host} devices a host, not {planned.per_host}"
         cure = f"nearest: {counted(max(1, num_devices // planned.per_host), 'host')}"
     else:
         return ()
     start = f"{asked.text} was planned for {planned.machine}"
-    return (f"{start}, and the job computes on {found}: memory and seconds are not as predicted; {cure}",)
+    return (f"{start}, and the job computes on {actual}: memory and seconds are not as predicted; {cure}",)
 
 
 def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:

@@ -298,24 +298,24 @@ def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int, parall
 
 def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
     check_hosts(hosts)
-    here = [host for host in hosts if host in facts.host_aliases]
-    if len(here) > 1:
-        raise PlanError(f"--host names this machine twice, as {here[0]} and {here[1]}: name it once")
+    names_here = [host for host in hosts if host in facts.host_aliases]
+    if len(names_here) > 1:
+        raise PlanError(f"--host names this machine twice, as {names_here[0]} and {names_here[1]}: name it once")
 
 
 def _num_automatic(
     num_replicas: int | None, size: int, num_hosts: int, num_free: int, num_in_pod: int | None
 ) -> int:
     """Return how many instances ``auto`` means, if one host has free GPUs for ``num_free`` instances."""
-    wanted = max(1, num_free) * num_hosts
+    number = max(1, num_free) * num_hosts
     if num_replicas is not None:
         legal = legal_instances(num_replicas, num_hosts, size)
-        return max((n for n in legal if n <= wanted or size > 1), default=wanted)
+        return max((n for n in legal if n <= number or size > 1), default=number)
     # without a given number of replicas, all instances must fit into the pod
     if num_in_pod is not None:
-        wanted = min(wanted, max(1, num_in_pod) * num_hosts)
+        number = min(number, max(1, num_in_pod) * num_hosts)
     step = math.lcm(size, num_hosts)
-    return max(step, wanted // step * step)
+    return max(step, number // step * step)
 
 
 def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | None:

@@ -127,12 +127,12 @@ def _pod(
 
 def _allocations(described: PodDescription, source: str) -> dict[str, range]:
     """Return the IPUs of each named part of a pod. Raises PlanError if its IPU-Machines are no neighbours."""
-    last, found = described.num_machines - 1, {}
+    last, ranges = described.num_machines - 1, {}
     for name, machines in (described.allocations or {}).items():
         if not _SAFE.fullmatch(name):
             raise PlanError(f"{source}: allocations: {name!r} is no name: give letters, digits, dots and dashes")
         numbers = tuple(machines)
         if not numbers or numbers[-1] > last or len(numbers) != numbers[-1] - numbers[0] + 1:
             raise PlanError(f"{source}: allocations.{name}: give neighbours of 0 to {last}, such as 0-3")
-        found[name] = range(numbers[0] * IPUS_PER_MACHINE, (numbers[-1] + 1) * IPUS_PER_MACHINE)
-    return found
+        ranges[name] = range(numbers[0] * IPUS_PER_MACHINE, (numbers[-1] + 1) * IPUS_PER_MACHINE)
+    return ranges

@@ -83,12 +83,12 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
 def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for the MPI launcher of a job on several hosts, and for programs here."""
     # Hydra sends all its variables to every host unencrypted, so it gets only harmless and necessary variables
-    own = {
+    launcher_variables = {
         name: value
         for name, value in user.items()
         if (name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)) and name != HYDRA_SSH_OPTIONS
     }
-    return {**passed_environment(user), **own}
+    return {**passed_environment(user), **launcher_variables}
 
 
 def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _trace_environment(
 
     steps = trace.steps or (None if trace.seconds else TRACED_STEPS)
     file = os.path.join(plan.trace_parts(start.job_id, start.restart_count), f"instance-{index}")
-    asked = {"file": file, "steps": steps and [steps.start, steps.stop], "seconds": trace.seconds}
+    settings = {"file": file, "steps": steps and [steps.start, steps.stop], "seconds": trace.seconds}
     # torch's profiler writes a line to standard error when it starts or stops
     quiet = {} if PROFILER_LOG in user else {PROFILER_LOG: "99"}
-    return {contract.TRACE: json.dumps(asked), **quiet}
+    return {contract.TRACE: json.dumps(settings), **quiet}

@@ -166,9 +166,9 @@ class _Reader:
         """Check that the file's content ``values`` has the version ``version``. Raises PlanError if not."""
         mapping = self.mapping(values, "")
         self.check_keys({*mapping, "version"}, mapping, "")
-        found = self.read(int, mapping["version"], "version")
-        if found != version:
-            raise PlanError(f"{self.source}: version {found}: this poprun reads version {version}")
+        file_version = self.read(int, mapping["version"], "version")
+        if file_version != version:
+            raise PlanError(f"{self.source}: version {file_version}: this poprun reads version {version}")
 
     def check_keys(self, keys: Collection[str], mapping: Mapping[str, object], path: str) -> None:
         """Check that ``mapping``, the content at ``path``, has exactly ``keys``. Raises PlanError if not."""
@@ -187,10 +187,10 @@ class _Reader:
         if kind in _RANGES:
             return self._follow(_RANGES[kind][0], self.read(str, value, path), path)
         if origin is Annotated:
-            found = self.read(inner[0], value, path)
+            converted = self.read(inner[0], value, path)
             for rule in inner[1:]:
-                found = self._follow(rule, found, path)
-            return found
+                converted = self._follow(rule, converted, path)
+            return converted
         if dataclasses.is_dataclass(kind):
             return self.record(kind, value, f"{path}.")
         if origin is Mapping:
@@ -227,10 +227,10 @@ class _Reader:
                 raise self._wrong(path, "two numbers", value)
             return range(*value)
         if issubclass(kind, Enum):
-            found = next((choice for choice in kind if choice.value == value), None)
-            if found is None:
+            member = next((choice for choice in kind if choice.value == value), None)
+            if member is None:
                 raise self._wrong(path, " or ".join(choice.value for choice in kind), value)
-            return found
+            return member
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise self._wrong(path, _WORDS[kind], value)
         if kind is str and not _is_utf8(value):

@@ -67,18 +67,18 @@ def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int
         abandon_stdout()
         return BROKEN_PIPE
     except PoprunError as error:
-        found = error
+        failure = error
     except (OSError, MemoryError) as error:
         abandon_stdout()
-        found = error_of_system(error)
+        failure = error_of_system(error)
     except SystemError:  # Python raises this if an import finds no memory
-        found = error_of_system(MemoryError())
+        failure = error_of_system(MemoryError())
     except ImportError as error:
         if _NO_ROOM not in str(error):
             raise
-        found = error_of_system(MemoryError())
-    report(str(found) if isinstance(found, HostsError) else shortened(str(found)))
-    return found.exit_code
+        failure = error_of_system(MemoryError())
+    report(str(failure) if isinstance(failure, HostsError) else shortened(str(failure)))
+    return failure.exit_code
 
 
 def run_click(command: "click.Command", name: str) -> int:

@@ -92,9 +92,9 @@ def request_ipus(
     hosts: tuple[str, ...] = (),
 ) -> IpuRequest:
     """Return a job's request for ``num_ipus`` virtual IPUs or GPUs, divided evenly over ``hosts`` if given."""
-    vipu, wanted = plan.vipu, None
+    vipu, partition_request = plan.vipu, None
     if partition is not None:
-        wanted = PartitionRequest(
+        partition_request = PartitionRequest(
             name=partition,
             size=size_of_partition(num_ipus),
             is_temporary=vipu.removes_partition,
@@ -107,7 +107,7 @@ def request_ipus(
         hosts=hosts,
         allocation=allocation,
         shares_devices=vipu.shares_devices,
-        partition=wanted,
+        partition=partition_request,
     )
 
 

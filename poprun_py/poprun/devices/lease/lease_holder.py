@@ -94,12 +94,12 @@ def _answer_agents(listener: socket.socket, descriptors: list[int]) -> NoReturn:
                 continue
             try:
                 connection.settimeout(TALK_SECONDS)
-                asked = connection.recv(1)
-                if asked == FETCH:
+                order = connection.recv(1)
+                if order == FETCH:
                     socket.send_fds(connection, [FETCH], descriptors)
             except OSError:
                 continue
-            if asked == GIVE_UP:
+            if order == GIVE_UP:
                 _end_at_once()
 
 

@@ -78,13 +78,13 @@ def ipu_claims(
     """Return the job's claims on this machine's virtual IPUs and GPUs, of ``partition`` if it is not None."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
-        found = find_devices(os.environ) if facts is None else None
-        if found is not None and found.gpus and found.maker != plan.maker:
+        listed = find_devices(os.environ) if facts is None else None
+        if listed is not None and listed.gpus and listed.maker != plan.maker:
             raise PlanError(
-                f"the devices here are {found.maker}'s, and the job is planned for {plan.maker}'s: name hosts "
+                f"the devices here are {listed.maker}'s, and the job is planned for {plan.maker}'s: name hosts "
                 "with devices of one maker"
             )
-        gpus = found.gpus if found is not None else facts.gpus if facts is not None else ()
+        gpus = listed.gpus if listed is not None else facts.gpus if facts is not None else ()
         is_beside = plan.leases_ipus or plan.asks_server
         claims.append(GpuClaim(plan, None if is_beside else partition, gpus, is_fixed=is_fixed))
     return claims
@@ -170,15 +170,15 @@ class IpuClaim(LocalClaim):
     def __init__(self, plan: LaunchPlan, partition: str | None) -> None:
         super().__init__(plan, partition, _ipus_here(plan, partition))
         self.num_ipus = plan.num_ipus_per_host
-        wanted = request_ipus(
+        request = request_ipus(
             plan,
             self.num_ipus,
             partition,
             num_domains=max(1, plan.num_ilds // len(plan.hosts)),
             allocation=None if plan.vipu.pod is None else allocation_of(self.cluster, plan.vipu),
         )
-        wanted.check(self.cluster, " of them here")
-        self._wanted = wanted.of(self.cluster)
+        request.check(self.cluster, " of them here")
+        self._wanted = request.of(self.cluster)
 
     def request(self) -> PoolRequest:
         """Return the request to the pool for as many virtual IPUs as the replicas use."""
@@ -219,9 +219,9 @@ class GpuClaim(LocalClaim):
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         by_device = {ipu.device: ipu for ipu in self.cluster.ipus}
-        wanted = tuple(by_device[device] for device in self.plan.devices if device in by_device)
+        planned = tuple(by_device[device] for device in self.plan.devices if device in by_device)
         shares = self.plan.vipu.shares_devices
-        return () if any(ipu.name in taken or (ipu.occupants and not shares) for ipu in wanted) else wanted
+        return () if any(ipu.name in taken or (ipu.occupants and not shares) for ipu in planned) else planned
 
 
 class CoreClaim(LocalClaim):
@@ -232,8 +232,8 @@ class CoreClaim(LocalClaim):
         self._given = given
         cpus = () if facts is None else facts.cpus or flat_map(facts.cores)
         self._siblings = {cpu: [_core_name(each.number) for each in cpus if each.core == cpu.core] for cpu in cpus}
-        there = (cpu.number for cpu in cpus) if cpus else _bound(given.bindings)
-        super().__init__(plan, None, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(there)))
+        numbers = (cpu.number for cpu in cpus) if cpus else _bound(given.bindings)
+        super().__init__(plan, None, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(numbers)))
 
     def request(self) -> PoolRequest:
         """Return the request to the pool for one core per thread, or for exactly the cores in the plan."""
@@ -252,8 +252,8 @@ class CoreClaim(LocalClaim):
     def _choose(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         """Choose cores that are not ``taken`` and whose hardware threads are all free; () if too few are free."""
         if self._facts is None:
-            wanted = _cores(_bound(self._given.bindings))
-            return () if any(core.name in taken for core in wanted) else wanted
+            planned_cores = _cores(_bound(self._given.bindings))
+            return () if any(core.name in taken for core in planned_cores) else planned_cores
         free = tuple(cpu for cpu, names in self._siblings.items() if not any(name in taken for name in names))
         if not free:
             return ()

@@ -86,5 +86,5 @@ def _would_lease(claim: LocalClaim, state: PoolState) -> str:
     ipus = fold_names(claim.lease(names).names)
     if request.partition is None:
         return ipus
-    made = "" if state.partition(request.partition.name) is not None else ", made for it"
-    return f"partition {request.partition.name}{made}: {ipus}"
+    suffix = "" if state.partition(request.partition.name) is not None else ", made for it"
+    return f"partition {request.partition.name}{suffix}: {ipus}"

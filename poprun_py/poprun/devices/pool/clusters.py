@@ -28,9 +28,9 @@ def choose_cluster(
 
 def pod_of(text: str) -> Cluster:
     """Return the virtual IPUs of the pod ``text``: a name such as ``POD16``, or a YAML file that describes it."""
-    found = named_pod(text)
-    if found is not None:
-        return found
+    pod = named_pod(text)
+    if pod is not None:
+        return pod
     try:
         description = read_text(text, "pod")
     except UsageError as error:

@@ -64,7 +64,7 @@ class PoolFolder:
 
     def keys(self, *kinds: str) -> list[tuple[str, str]]:
         """Return the kind and the key in the name of each file whose kind is in ``kinds``, sorted."""
-        found = []
+        names = []
         with self._errors(), os.scandir(self._descriptor) as entries:
             for number, entry in enumerate(entries):
                 if number > _MAX_FILES:
@@ -73,8 +73,8 @@ class PoolFolder:
                     )
                 match = _KEY.fullmatch(entry.name)
                 if match and match[1] in kinds:
-                    found.append((match[1], match[2]))
-        return sorted(found)
+                    names.append((match[1], match[2]))
+        return sorted(names)
 
     def read(self, kind: str, key: str) -> PoolFile | None:
         """Return the contents of the file ``kind-key`` in the pool's folder; None if there is no such file."""
@@ -145,8 +145,8 @@ class PoolFolder:
         for kind, key in self.keys(_NEW, *keeps):
             if key not in keeps.get(kind, ()):
                 with suppress(OSError):
-                    found = os.stat(f"{kind}-{key}", dir_fd=self._descriptor, follow_symlinks=False)
-                    if found.st_uid == os.geteuid():
+                    status = os.stat(f"{kind}-{key}", dir_fd=self._descriptor, follow_symlinks=False)
+                    if status.st_uid == os.geteuid():
                         self._unlink(f"{kind}-{key}")
 
     def damage(self, kind: str, key: str, uid: int, how: str) -> PoolError:
@@ -168,15 +168,15 @@ class PoolFolder:
                 yield None, 0
                 return
             except OSError as error:
-                found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-                raise self.damage(kind, key, found.st_uid, error.strerror or "it cannot be opened") from None
+                status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+                raise self.damage(kind, key, status.st_uid, error.strerror or "it cannot be opened") from None
             try:
-                found = os.fstat(descriptor)
-                if not stat.S_ISREG(found.st_mode):
-                    raise self.damage(kind, key, found.st_uid, "it is no plain file")
-                if found.st_nlink > 1:
-                    raise self.damage(kind, key, found.st_uid, "it has several names")
-                yield descriptor, found.st_uid
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise self.damage(kind, key, status.st_uid, "it is no plain file")
+                if status.st_nlink > 1:
+                    raise self.damage(kind, key, status.st_uid, "it has several names")
+                yield descriptor, status.st_uid
             finally:
                 os.close(descriptor)
 

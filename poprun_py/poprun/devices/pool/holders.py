@@ -53,8 +53,8 @@ def is_alive(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
         return True
     if holder.boot_id != boot_id():
         return False
-    found = is_locked()
-    return _is_process_alive(holder) if found is None else found
+    is_held = is_locked()
+    return _is_process_alive(holder) if is_held is None else is_held
 
 
 def is_here(holder: Holder) -> bool:

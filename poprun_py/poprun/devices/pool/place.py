@@ -88,10 +88,10 @@ def _make(path: str) -> None:
 
 
 def _check(path: str, descriptor: int, *, makes: bool) -> None:
-    found = os.fstat(descriptor)
-    if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
+    status = os.fstat(descriptor)
+    if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
         raise PoolError(
-            f"pool {path}: users can remove there what others have put: have {user_name(found.st_uid)}, whose it "
+            f"pool {path}: users can remove there what others have put: have {user_name(status.st_uid)}, whose it "
             f"is, do chmod +t {path}, or set {POOL_VARIABLE}"
         )
     if makes and os.fstatvfs(descriptor).f_flag & os.ST_RDONLY:
@@ -102,7 +102,7 @@ def _check(path: str, descriptor: int, *, makes: bool) -> None:
     if not os.access(".", needed, dir_fd=descriptor, effective_ids=True):
         raise PoolError(
             f"pool {path}: you may not {'write' if makes else 'look'} there, and it belongs to "
-            f"{user_name(found.st_uid)}: have it opened with chmod 1777, or set {POOL_VARIABLE}"
+            f"{user_name(status.st_uid)}: have it opened with chmod 1777, or set {POOL_VARIABLE}"
         )
     with suppress(OSError):  # a system may lack /proc/self/mountinfo
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
@@ -117,13 +117,13 @@ def _check(path: str, descriptor: int, *, makes: bool) -> None:
 def file_system_of(path: str, mounts: Iterable[str]) -> str:
     """Return the type of the file system of ``path``, given lines of /proc/self/mountinfo; "" if unknown."""
     # If two mounts have the same mount point, the later mount counts: proc_pid_mountinfo(5).
-    best, found = "", ""
+    longest, kind = "", ""
     for line in mounts:
         left, _, right = line.partition(" - ")
         point = left.split()[4]
         for escape, letter in _ESCAPES:
             point = point.replace(escape, letter)
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, found = point, right.split()[0]
-    return found
+        if inside and len(point) >= len(longest):
+            longest, kind = point, right.split()[0]
+    return kind

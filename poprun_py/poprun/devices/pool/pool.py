@@ -194,25 +194,25 @@ def _enqueued(
 
 
 def _own(contents: Contents, key: str) -> Stored[Lease]:
-    found = next((stored for stored in contents.leases if stored.key == key), None)
-    if found is None or found.uid != os.geteuid():
+    own_lease = next((stored for stored in contents.leases if stored.key == key), None)
+    if own_lease is None or own_lease.uid != os.geteuid():
         raise PoolError("this job's place in the queue of the pool has gone: somebody has removed its file")
-    return found
+    return own_lease
 
 
 def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], request: PoolRequest) -> tuple[str, ...]:
     """Grant ``request`` if its lease is first in the queue; return the names of its IPUs, () if it must wait."""
-    state, wanted = contents.state, request.partition
+    state, partition = contents.state, request.partition
     if any(other.id < stored.row.id for other in state.waiting(request.queue)):
         return ()
     names, chosen = request.choose_from(state)
-    held = state.taken if wanted is None else {name for other in state.leases for name in other.ipus}
+    held = state.taken if partition is None else {name for other in state.leases for name in other.ipus}
     if not held.isdisjoint(names):
         raise PoolError(f"pool {folder.path}: {', '.join(names)} cannot be held by two jobs")
-    if chosen and wanted is not None:
-        _give_ipus(folder, _partition_for(contents, stored, request, wanted), chosen)
+    if chosen and partition is not None:
+        _give_ipus(folder, _partition_for(contents, stored, request, partition), chosen)
     if names:
-        listed = _in_order(chosen) if wanted is None else names
+        listed = _in_order(chosen) if partition is None else names
         write(folder, replace(stored, row=replace(stored.row, ipus=listed)))
     return names
 
@@ -221,10 +221,10 @@ def _partition_for(
     contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
 ) -> Stored[Partition]:
     """Return the partition that a lease requests, a new one if there is none. PartitionError if not allowed."""
-    if (found := contents.partition(wanted.name)) is not None:
-        return _changeable(found)
-    made = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
-    return replace(made, key=lease.key, row=replace(made.row, is_temporary=True)) if wanted.is_temporary else made
+    if (known := contents.partition(wanted.name)) is not None:
+        return _changeable(known)
+    new = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
+    return replace(new, key=lease.key, row=replace(new.row, is_temporary=True)) if wanted.is_temporary else new
 
 
 def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> Stored[Partition]:

@@ -80,13 +80,13 @@ class PoolRequest:
 
     def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
         """Return the names of the IPUs that the job gets now, () if it must wait, and all new IPUs."""
-        wanted, kept = self.partition, frozenset[str]()
-        if wanted is not None and (found := state.partition(wanted.name)) is not None:
-            if found.lease is not None:
+        request, kept = self.partition, frozenset[str]()
+        if request is not None and (partition := state.partition(request.name)) is not None:
+            if partition.lease is not None:
                 return (), ()
-            if not wanted.must_change(found, self.is_known):
-                return found.ipus, ()
-            kept = frozenset(found.ipus)
+            if not request.must_change(partition, self.is_known):
+                return partition.ipus, ()
+            kept = frozenset(partition.ipus)
         chosen = self.choose(state.taken - kept)
         return tuple(ipu.name for ipu in chosen), chosen
 
@@ -162,10 +162,10 @@ def refusal(  # noqa: PLR0913 - the text needs every one of these facts
     place: str = "on this machine",
 ) -> str:
     """Return the text that says why the lease ``own`` gets no virtual IPUs now: who uses them or waits first."""
-    if request.partition is not None and (found := state.partition(request.partition.name)) is not None:
-        reason = f"partition {found.name} is in use"
-        lease = state.lease(found.lease)
-        lines = [f"{found.name}: {lease}"] if lease is not None else []
+    if request.partition is not None and (partition := state.partition(request.partition.name)) is not None:
+        reason = f"partition {partition.name} is in use"
+        lease = state.lease(partition.lease)
+        lines = [f"{partition.name}: {lease}"] if lease is not None else []
     else:
         free = [ipu for ipu in cluster.ipus if ipu.name not in state.taken and (shares or not ipu.occupants)]
         there = f"of {len(cluster.ipus)} {place}"

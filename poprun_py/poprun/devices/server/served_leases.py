@@ -118,17 +118,17 @@ class ClientLeases:
         """Queue a new client, or grant a waiting client's request if possible; return the answer."""
         cluster = self._pool.cluster()
         request.wanted.check(cluster)
-        wanted = request.wanted.of(cluster)
+        pool_request = request.wanted.of(cluster)
         if lease is None:
             if num_clients >= MAX_CLIENTS:
                 raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")
-            ticket = self._pool.enqueue_client(request.key, request.holder, wanted)
+            ticket = self._pool.enqueue_client(request.key, request.holder, pool_request)
         else:
             ticket = Ticket(id=lease.id, key=request.key, ipus=lease.ipus)
-        num_before = sum(other.id < ticket.id for other in state.waiting(wanted.queue))
+        num_before = sum(other.id < ticket.id for other in state.waiting(pool_request.queue))
         if not ticket.ipus and not num_before:
             try:
-                ticket = self._pool.retry(ticket, wanted) if wanted.choose_from(state)[0] else ticket
+                ticket = self._pool.retry(ticket, pool_request) if pool_request.choose_from(state)[0] else ticket
             except PoprunError:
                 self._pool.release(ticket)
                 self._renewals.remove(request.key)

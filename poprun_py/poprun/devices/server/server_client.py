@@ -46,7 +46,7 @@ def read_token(file: str) -> str:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as opened:
-            found = os.fstat(descriptor)
+            status = os.fstat(descriptor)
             text = opened.read(_MOST_LETTERS + 2).strip()
     except FileNotFoundError:
         raise ServerError(
@@ -55,11 +55,11 @@ def read_token(file: str) -> str:
         ) from None
     except OSError as error:
         raise ServerError(f"token {file}: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ServerError(f"token {file}: this is no plain file")
-    if found.st_uid not in (os.geteuid(), 0):
-        raise ServerError(f"token {file}: it belongs to {user_name(found.st_uid)}: make a copy of your own")
-    if found.st_mode & _OTHERS:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ServerError(f"token {file}: it belongs to {user_name(status.st_uid)}: make a copy of your own")
+    if status.st_mode & _OTHERS:
         raise ServerError(f"token {file}: others may read it: chmod 600 {file}")
     if not (_LEAST_LETTERS <= len(text) <= _MOST_LETTERS and text.isalnum()):
         raise ServerError(f"token {file}: it holds no token, which is {_LEAST_LETTERS} or more letters and digits")
@@ -107,8 +107,8 @@ class RemotePool:
 
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:
         """Make a partition, a set of ``size`` free IPUs called ``name``, and return it."""
-        wanted = NewPartition(name=name, size=size, allocation=allocation, cluster=cluster, user=self._client)
-        return self._call("create-partition", wanted, Partition)
+        request = NewPartition(name=name, size=size, allocation=allocation, cluster=cluster, user=self._client)
+        return self._call("create-partition", request, Partition)
 
     def reset_partition(self, name: str) -> Partition:
         """Choose the IPUs of the partition ``name`` anew, and return the changed partition."""

@@ -125,13 +125,13 @@ class ServerClaim(Claim):
         time.sleep(pause_seconds if timeout_seconds is None else timeout_seconds)
 
     def _refusal(self, *, advises: bool) -> str:
-        served, wanted = self._pool.served(), self.request.wanted
+        served, request = self._pool.served(), self.request.wanted
         return refusal(
-            wanted.of(served.cluster),
+            request.of(served.cluster),
             served.cluster,
             served.state,
             own=0 if self._answer is None else self._answer.id,
-            shares=wanted.shares_devices,
+            shares=request.shares_devices,
             advises=advises,
             place=f"in {served.cluster.name} at {self._pool.server}",
         )
@@ -220,10 +220,10 @@ def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
 
 def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -> tuple[str, ...]:
     """Return the job's hosts by the names that ``cluster`` uses; () if the cluster names no hosts."""
-    here = [host for host in cluster.hosts if host in aliases]
-    found = tuple(here[0] if host in aliases and here else host for host in hosts)
-    check_hosts_of(cluster, found)
-    return found if cluster.hosts else ()
+    own_names = [host for host in cluster.hosts if host in aliases]
+    named = tuple(own_names[0] if host in aliases and own_names else host for host in hosts)
+    check_hosts_of(cluster, named)
+    return named if cluster.hosts else ()
 
 
 def given_ipus(granted: Granted, hosts: Sequence[str]) -> LeasedDevices:
@@ -276,12 +276,12 @@ def _pool_of(vipu: VipuSettings) -> RemotePool:
 def _held_above(state: PoolState) -> tuple[str, ...]:
     """Return the IPUs that the job which started this process has leased; () if no job started it."""
     above = {key_of(pid) for pid in ancestors(os.getpid())}
-    here = f"@{socket.gethostname()}"
+    suffix = f"@{socket.gethostname()}"
     return next(
         (
             lease.ipus
             for lease in state.leases
-            if (lease.holder.pid, lease.holder.start_ticks) in above and lease.holder.user.endswith(here)
+            if (lease.holder.pid, lease.holder.start_ticks) in above and lease.holder.user.endswith(suffix)
         ),
         (),
     )

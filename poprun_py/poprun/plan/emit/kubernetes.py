@@ -125,8 +125,8 @@ def _common_variables(plan: LaunchPlan) -> dict[str, str]:
         raise UsageError(
             "--instance-mpi-local-args: the pods of a job are all alike; let the program choose by its instance"
         )
-    asked = plan.variables_of(0)
-    return plan.contract(0).shape_to_env() | hash_seed(asked) | asked
+    user_variables = plan.variables_of(0)
+    return plan.contract(0).shape_to_env() | hash_seed(user_variables) | user_variables
 
 
 def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> dict[str, Any]:

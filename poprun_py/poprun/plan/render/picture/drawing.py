@@ -187,10 +187,10 @@ class _Drawer:
         (width, height), sizes = size, self.sizes
         line = sizes.text * 3 // 2
         count, nouns = counted(len(items), noun).split()
-        told = [f"+ {count}", nouns, *words.splitlines()[1:]][: max(2, height // line - 1)]
-        top = (height - len(told) * line) // 2 + sizes.text
+        texts = [f"+ {count}", nouns, *words.splitlines()[1:]][: max(2, height // line - 1)]
+        top = (height - len(texts) * line) // 2 + sizes.text
         children = [rect(size, class_="gap", rx=2 * sizes.space)]
-        for row, part in enumerate(told):
+        for row, part in enumerate(texts):
             shown = cut(part, width - sizes.text, sizes.text)
             children.append(text(shown, (width // 2, top + row * line), sizes.text, "note" if row else "number"))
         return self.described("more", words, size, children)
