@@ -1,1 +1,1 @@
-"""Models larger than memory, of which a few layers at a time are in it, and layers that are computed again."""
+"""Models that are larger than memory, with only a few layers in memory at a time, and layers computed twice."""

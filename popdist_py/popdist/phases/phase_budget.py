@@ -1,7 +1,7 @@
-"""How many phases a model has: its first steps are measured, and then those are planned that its memory allows.
+"""Plan the phases of a model: measure its first steps, then choose phases that fit the memory limit.
 
-The first steps have one layer a phase, which needs least memory. What a process has of memory then beside its
-phases, torch included, is what it will have with larger ones, too.
+In the first steps each phase has one layer, which needs least memory. The memory that the process then uses beside
+the phases, torch included, is taken to be the same with larger phases.
 """
 
 import sys
@@ -24,17 +24,17 @@ from popsize.hardware import bytes_of
 from popsize.phases import Loop, PhasePlan, StoreSpeed, UnitCost, memory_with, plan_phases, plan_with
 
 _NUM_MEASURED: Final = 2
-"""Steps that are measured: the first one for memory, as much is made anew in it, and the second one for time."""
+"""The number of measured steps: the first for memory, because it makes many buffers, and the second for time."""
 
 _NUM_SHOWN: Final = 3
-"""So many steps of those that follow are shown beside the prediction."""
+"""The number of steps after the plan whose mean time is printed beside the predicted time."""
 
 _SPARE: Final = 0.02
-"""The share of a limit that is left for what differs from step to step."""
+"""The share of the memory limit that stays free, because the use of memory differs from step to step."""
 
 
 def limit_of(memory: str | int) -> int:
-    """Return the bytes of ``memory``: a number, or a text such as ``2 GB`` or ``1.5 GiB``."""
+    """Return the memory limit ``memory``, a number or a text such as ``2 GB`` or ``1.5 GiB``, in bytes."""
     size = None if isinstance(memory, bool) else bytes_of(str(memory))
     if size is None:
         raise WeightsError(f"memory={memory!r} is no size: give bytes, or a text such as '2 GB' or '1.5 GiB'")
@@ -43,40 +43,40 @@ def limit_of(memory: str | int) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _Times:
-    """What the passes of a unit took in a step."""
+    """The seconds of one layer's passes and updates in a measured step, and the memory that one pass needs."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     update_seconds: float = 0.0
-    grown_bytes: int = 0  # how much memory a pass took for itself
+    grown_bytes: int = 0  # the memory that one pass needs beside the weights
 
 
 class PhaseBudget:
-    """Measures steps, plans phases, and prints the plan.
+    """A planner that measures the first steps of a phased model, chooses its phases, and prints the plan.
 
-    Measurements and plan belong together: the plan is made from the measurements, for the loop that was measured.
+    The plan is made from the measurements, for the loop that was measured.
     """
 
     def __init__(self, memory: PhaseMemory, owned: Collection[str], *, is_first: bool) -> None:
-        self.limit_bytes: int | None = None  # None: the phases are given
+        self.limit_bytes: int | None = None  # None if the user has given the phases
         self._memory = memory
         self._owned = owned  # the names of the weights that this instance updates
         self._is_shared = len(owned) < sum(len(piece.names) for piece in memory.layers.pieces)
-        self._is_first = is_first  # whether it is the instance that says what all do
-        self._num_steps = 0  # that have ended
+        self._is_first = is_first  # whether this is the instance that prints
+        self._num_steps = 0  # the number of steps that have ended
         self._is_measuring = False
         self._began = 0.0
         self._loop = Loop()
         self._times: dict[int, _Times] = {}
-        self._peak_bytes = 0  # of the first step
-        self._inside = 0.0  # seconds of updates within a backward pass
+        self._peak_bytes = 0  # the largest memory use in the first step
+        self._inside = 0.0  # seconds of updates inside of a backward pass
         self._beside = 0.0  # bytes that the process has in use beside phases and activations
-        self._needed: dict[int, float] = {}  # bytes of a unit's passes, once they are known
-        self.predicted_seconds: float | None = None  # of a step
+        self._needed: dict[int, float] = {}  # the bytes that the passes of each layer need, once measured
+        self.predicted_seconds: float | None = None  # the planned seconds of a step
         self._later: list[float] = []
 
     def begin_step(self, num_micro_batches: int, *, updates_apart: bool) -> None:
-        """Begin a step. Raises WeightsError in the first step if there is no memory for phases of one layer."""
+        """Begin to measure a step. Raise WeightsError if the memory limit is too small for phases of one layer."""
         self._is_measuring = self._num_steps < _NUM_MEASURED
         self._loop = Loop(
             num_micro_batches=num_micro_batches, updates_apart=updates_apart, is_shared=self._is_shared
@@ -92,7 +92,7 @@ class PhaseBudget:
 
     @contextmanager
     def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """A context in which ``unit`` computes, and the weights of ``unit`` are in memory."""
+        """A context in which the layer ``unit`` computes; the first steps measure the layer's time and memory."""
         self._make_room(unit)
         if not self._is_measuring:
             yield
@@ -113,7 +113,7 @@ class PhaseBudget:
 
     @contextmanager
     def updating(self, units: Sequence[int]) -> Iterator[None]:
-        """A context in which weights of ``units`` are updated."""
+        """A context in which weights of the layers with indices ``units`` are updated; its time is measured."""
         if not self._is_measuring:
             yield
             return
@@ -125,7 +125,7 @@ class PhaseBudget:
             self._times[min(units)].update_seconds += seconds
 
     def end_step(self, order: Sequence[int]) -> None:
-        """End a step; plan phases after the last measured step. ``order`` is the first forward pass's order."""
+        """End a step; after the last measured step plan the phases. ``order`` has the layers in forward order."""
         seconds = perf_counter() - self._began
         self._num_steps += 1
         self._is_measuring = False
@@ -140,7 +140,7 @@ class PhaseBudget:
                 self._report()
 
     def _make_room(self, unit: Unit) -> None:
-        """Have malloc give back memory, if the passes of ``unit`` might need more than the limit allows."""
+        """Have malloc return free memory to the system if computing ``unit`` might exceed the memory limit."""
         device = self._memory.device
         if self.limit_bytes is None or device.type != "cpu":
             return
@@ -149,25 +149,25 @@ class PhaseBudget:
             give_back_memory(device)
 
     def _note_memory(self) -> None:
-        """Note the memory that the first step has used."""
+        """Record the memory that the first step used: for the passes of each layer, and beside the phases."""
         self._next_peak()
         self._needed = {index: times.grown_bytes for index, times in self._times.items()}
         costs = [self._cost(unit) for unit in self._memory.layers.units]
         self._beside = self._peak_bytes - memory_with(costs, self._cuts(), self._loop).total
 
     def _cuts(self) -> list[int]:
-        """Return the first unit of each phase."""
+        """Return the index of the first layer of each phase."""
         return [0, *accumulate(len(phase.units) for phase in self._memory.phases)][:-1]
 
     def _next_peak(self) -> int:
-        """Return the most memory that the process has used since the last call."""
+        """Return the largest memory use of the process since the last call, in bytes, and measure anew."""
         peak = peak_bytes(self._memory.device)
         self._peak_bytes = max(self._peak_bytes, peak)
         reset_peak(self._memory.device)
         return peak
 
     def _check_room(self) -> None:
-        """Raise WeightsError if the limit does not allow two phases of one layer each."""
+        """Raise WeightsError if the memory limit is too small for two phases of one layer each."""
         if self.limit_bytes is None:
             return
         units = [self._cost(unit) for unit in self._memory.layers.units]
@@ -181,13 +181,13 @@ class PhaseBudget:
             )
 
     def _computed(self) -> float:
-        """Return a time in seconds that does not advance while the process waits for the store."""
+        """Return the time in seconds, less the seconds in which the process has waited for the store."""
         if self._memory.device.type != "cpu":
             torch.accelerator.synchronize(self._memory.device)
         return perf_counter() - self._memory.mover.waited_seconds
 
     def _cost(self, unit: Unit) -> UnitCost:
-        """Return the cost of ``unit``; a weight of several units is updated with the first of these units."""
+        """Return the bytes and seconds of a layer. A weight that layers share is updated with the first layer."""
         times, size, number = self._times[unit.index], self._memory.size, self._loop.num_micro_batches
         own = [piece for piece in unit.pieces if piece.units[0] == unit.index]
         trained = [(name, it) for piece in own for name, it in piece.named if it.requires_grad]
@@ -196,7 +196,7 @@ class PhaseBudget:
             updated_bytes=sum(part_itself(it).nbytes for name, it in trained if name in self._owned),
             gradient_bytes=sum(part_itself(it).nbytes for _, it in trained),
             state_bytes=sum(size("state", piece.index) for piece in own),
-            input_bytes=0.0,  # what layers keep and need is in use beside phases: see _note_memory
+            input_bytes=0.0,  # activations count as memory beside the phases: see _note_memory
             running_bytes=0.0,
             forward_seconds=times.forward_seconds / number,
             backward_seconds=times.backward_seconds / number,
@@ -204,7 +204,7 @@ class PhaseBudget:
         )
 
     def _plan(self, order: Sequence[int]) -> None:
-        """Plan the phases of the units, which are given in the order of the forward pass."""
+        """Divide the layers ``order`` into phases, unless the user has given the phases, and print the plan."""
         modules = [self._memory.layers.units[index] for index in order]
         units = [self._cost(unit) for unit in modules]
         speed = StoreSpeed(
@@ -220,7 +220,7 @@ class PhaseBudget:
         self._print(plan.sentence(self._beside))
 
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
-        """Return the phases that the limit allows, given the memory that the measured steps used beside phases."""
+        """Return a plan whose phases fit the memory limit. Raise WeightsError if no phases fit the limit."""
         limit = self.limit_bytes or 0
         found = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
         if isinstance(found, PhasePlan):
@@ -239,11 +239,11 @@ class PhaseBudget:
         self._print(f"{steps} took {mean:.3g} s each; {self.predicted_seconds:.3g} s were predicted.")
 
     def _print(self, text: str) -> None:
-        """Print a line for a person."""
+        """Print ``text`` to standard error, on the first instance only."""
         if self._is_first:
             sys.stderr.write(f"popdist: {text}\n")
 
 
 def _words(size: float) -> str:
-    """Return ``size`` as a text that ``memory=`` takes, rounded up."""
+    """Return ``size``, a number of bytes, rounded up, as a text such as ``12 MB``, which ``memory=`` accepts."""
     return f"{-(-size // 10**6):.0f} MB"

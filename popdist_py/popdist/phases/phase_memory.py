@@ -1,7 +1,8 @@
-"""The memory of phases: two slots, of which one is read ahead and written behind while the other one computes.
+"""The memory of a phased model: two slots; while the phase in one slot computes, the other slot is filled.
 
-A phase is a run of units whose weights are in memory together. A slot holds what one phase needs: its weights, the
-optimizer's state of those that this instance updates, and room for a partial sum of their gradients.
+A phase is a run of layers whose weights are in memory together. A slot is memory for one phase: its weights, the
+optimizer's state of the weights that this instance updates, and room for a partial sum of their gradients. Before
+a slot is filled with the next phase, the changes of its last phase are written to the store.
 """
 
 import weakref
@@ -24,26 +25,26 @@ What: TypeAlias = Literal["weights", "state", "sum"]
 
 
 class MemoryPlace(NamedTuple):
-    """Where in memory the weights of a piece are, or the optimizer's state of it, or a sum of its gradients."""
+    """A key for memory: the weights, the optimizer's state or the gradient sum of one piece (some weights)."""
 
     what: What
     piece: int
 
 
 Wanted: TypeAlias = Mapping[MemoryPlace, StoredTensors]
-"""What shall be in each place."""
+"""The stored tensors that shall be in memory, by the place in memory that they are read into."""
 
 Direction: TypeAlias = Literal["read", "write"]
 
 Move: TypeAlias = tuple[StoreFile, int, Tensor]
-"""Bytes of a file from a place on, and the memory that they are read into or written from."""
+"""One read or write: the file, the first byte in the file, and the memory that is filled or written."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Phase:
-    """Units whose weights are in memory together, and the pieces that they use.
+    """A run of layers whose weights are in memory together, and the pieces: the weights of these layers.
 
-    The resident phase has no units: its weights, which no unit has by itself, never leave.
+    The resident phase has no layers: its weights are used outside of the layers, and never leave memory.
     """
 
     units: tuple[int, ...]
@@ -52,12 +53,12 @@ class Phase:
 
 @dataclass(kw_only=True, eq=False)
 class _Slot:
-    """Memory that holds a phase."""
+    """Memory for one phase of a model, with a record of the tensors that are present, changed or on their way."""
 
     memory: Tensor
     phase: Phase | None = None
-    rooms: dict[MemoryPlace, tuple[int, int]] = field(default_factory=dict)  # begin and end in the memory
-    # what is there, or on its way: where it was read from, and when it has come
+    rooms: dict[MemoryPlace, tuple[int, int]] = field(default_factory=dict)  # first byte and end in the memory
+    # the tensors of the store that are in memory, or are being read, with the future of the read
     present: dict[MemoryPlace, tuple[StoredTensors, "Future[None] | None"]] = field(default_factory=dict)
     unwritten: dict[tuple[MemoryPlace, StoredTensors, str], None] = field(
         default_factory=dict
@@ -65,27 +66,27 @@ class _Slot:
     writing: "Future[None] | None" = None
 
     def room(self, place: MemoryPlace) -> Tensor:
-        """The bytes of ``place``."""
+        """Return the bytes of the slot that belong to ``place``: one piece's weights, state or gradient sum."""
         begin, end = self.rooms[place]
         return self.memory[begin:end]
 
 
 class Mover:
-    """The thread that moves bytes between memory and the store, and how long that took.
+    """A thread that moves bytes between memory and the store of a phased model, and measures the time.
 
     Attributes:
-        waited_seconds: How long was waited for what was read or written.
+        waited_seconds: The seconds in which the model has waited for reads and writes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.waited_seconds = 0.0
         self._device = device
-        self._moved: dict[Direction, tuple[int, float]] = {}  # bytes, and seconds that they took
+        self._moved: dict[Direction, tuple[int, float]] = {}  # the bytes, and the seconds of their moves
         self._thread = ThreadPoolExecutor(1, "popdist-phases")
         self.close = weakref.finalize(self, self._thread.shutdown, wait=True)
 
     def start(self, direction: Direction, moves: Sequence[Move]) -> "Future[None]":
-        """Begin to read or write, when all has happened that this thread has asked of the device."""
+        """Begin the reads or writes ``moves`` after the device's queued work; return a future for their end."""
         ready = recorded(self._device)
 
         def move() -> None:
@@ -100,7 +101,7 @@ class Mover:
         return self._thread.submit(move)
 
     def wait_for(self, moving: "Future[None]") -> None:
-        """Wait until a move is done; raises what has failed in it."""
+        """Wait until the reads or writes ``moving`` have ended. Raise the error of a failed read or write."""
         start = perf_counter()
         try:
             moving.result()
@@ -108,20 +109,20 @@ class Mover:
             self.waited_seconds += perf_counter() - start
 
     def bytes_per_second(self, direction: Direction) -> float:
-        """Return the speed of the store until now; infinite if nothing was moved."""
+        """Return the mean speed of all reads or writes until now; infinite if no bytes were moved."""
         num_bytes, seconds = self._moved.get(direction, (0, 0.0))
         return num_bytes / seconds if seconds else inf
 
 
 class PhaseMemory:
-    """Which phases are in memory, and what is on its way between memory and the store.
+    """The memory of a phased model: the phases that are in memory, and the reads and writes that run.
 
     Attributes:
-        addresses: Of each place, all that may come there; the first address of weights is that of all passes.
-        wanted_back: Gives what a backward pass, or one of updates, needs of a piece beside its weights.
+        addresses: The stored tensors that may be read into each place in memory; passes use the first weights.
+        wanted_back: Returns the stored tensors that a backward pass or an update needs beside a piece's weights.
         phases: The phases in the order of the forward pass.
-        resident: The phase that never leaves.
-        phase_seconds: What each phase took in the last step, computing and waiting.
+        resident: The phase that never leaves memory.
+        phase_seconds: The seconds of each phase in the last step, computing and waiting.
     """
 
     def __init__(
@@ -138,16 +139,16 @@ class PhaseMemory:
         self.phases: list[Phase] = []
         self.resident = Phase(units=(), pieces=layers.resident)
         self.phase_seconds: list[float] = []
-        self._counted: float | None = None  # until when they are counted; None between steps
+        self._counted: float | None = None  # the time until which seconds are counted; None between steps
         self._slots: list[_Slot] = []
         self._current: tuple[Phase, bool] | None = None  # the phase whose weights are bound, and whether backwards
 
     def size(self, what: What, piece: int) -> int:
-        """Return the bytes of a place."""
+        """Return the bytes of memory that the weights, the state or the gradient sum of a piece needs."""
         return max((it.num_bytes for it in self.addresses.get(MemoryPlace(what, piece), ())), default=0)
 
     def cut(self, phases: Iterable[Sequence[int]]) -> None:
-        """Let these be the phases: the units of each, in the order of the forward pass."""
+        """Divide the model into ``phases``, each a list of layers' indices, in the order of the forward pass."""
         self.wait()
         self._unbind()
         self.phases = [
@@ -159,11 +160,11 @@ class PhaseMemory:
         self.place_anew()
 
     def place_anew(self) -> None:
-        """Make slots for the phases and all addresses that there are now."""
+        """Make the slots, the memory of the phases, again: large enough for all present phases and tensors."""
         self.wait()
         self._unbind()
         self._slots = []
-        give_back_memory(self.device)  # the slots that were there before
+        give_back_memory(self.device)  # which the slots before had
         sizes = [self._rooms(phase)[1] for phase in self.phases]
         most = [max(part) for part in (sizes[::2], sizes[1::2]) if part]
         most += [self._rooms(self.resident)[1]] if self.resident.pieces else []
@@ -174,15 +175,15 @@ class PhaseMemory:
             self._bind(self._slots[-1])
 
     def phase_of(self, unit: int) -> Phase:
-        """Return the phase of a unit."""
+        """Return the phase that contains the layer with the index ``unit``."""
         return next(phase for phase in self.phases if unit in phase.units)
 
     def last_phase(self, piece: PhasePiece) -> Phase:
-        """Return the phase in whose backward pass the gradient of ``piece`` is complete."""
+        """Return the phase whose backward pass is the last that adds to the gradients of the weights ``piece``."""
         return next((phase for phase in self.phases if piece in phase.pieces), self.resident)
 
     def _rooms(self, phase: Phase) -> tuple[dict[MemoryPlace, tuple[int, int]], int]:
-        """Return the room in a slot of each place of ``phase``, and the bytes of all rooms."""
+        """Return where each tensor group of ``phase`` begins and ends in a slot, and the bytes of all groups."""
         rooms, position = dict[MemoryPlace, tuple[int, int]](), 0
         whats: tuple[What, ...] = ("weights", "state", "sum")
         for what in whats:
@@ -194,25 +195,25 @@ class PhaseMemory:
         return rooms, position
 
     def begin_step(self) -> None:
-        """Count from now on what each phase takes."""
+        """Begin to measure the time of each phase."""
         self.phase_seconds, self._counted = [0.0] * len(self.phases), perf_counter()
 
     def end_step(self) -> None:
-        """Stop counting the time of each phase."""
+        """Stop measuring the time of each phase."""
         self._count()
         self._counted = None
 
     def _count(self) -> None:
-        """Add the time until now to that of the phase in memory."""
+        """Add the time since the last call to the measured time of the phase that is in memory."""
         if self._counted is not None and self._current is not None:
             now = perf_counter()
             self.phase_seconds[self.phases.index(self._current[0])] += now - self._counted
             self._counted = now
 
     def enter(self, phase: Phase, *, backward: bool, will_return: bool = False) -> None:
-        """Have ``phase`` in memory, and begin to read the one that comes behind it.
+        """Read ``phase`` into memory, wait for the weights of ``phase``, and begin to read the next phase.
 
-        ``will_return`` says that a backward pass will follow this forward pass.
+        ``will_return`` says whether a backward pass will follow this forward pass.
         """
         if phase is self.resident or (phase, backward) == self._current:
             return
@@ -229,7 +230,7 @@ class PhaseMemory:
         self._current = (phase, backward)
 
     def _read_ahead(self, phase: Phase, *, backward: bool, will_return: bool) -> None:
-        """Begin to read what comes behind ``phase``; where a pass turns, the phase before it stays."""
+        """Begin to read the next phase; after the last forward phase, read the tensors of the backward pass."""
         number = self.phases.index(phase)
         following = self.phases[:number][-1:] if backward else self.phases[number + 1 :][:1]
         for it in following:
@@ -243,7 +244,7 @@ class PhaseMemory:
         return next((slot for slot in self._slots if slot.phase is phase), None)
 
     def _slot_for(self, phase: Phase) -> _Slot:
-        """Return the slot that holds ``phase``; if no slot holds ``phase``, choose a slot for it."""
+        """Return the slot of memory that holds ``phase``; if no slot holds ``phase``, choose a slot for it."""
         slot = self._slot_of(phase)
         if slot is None:
             slot = self._slots[self.phases.index(phase) % 2]
@@ -251,7 +252,7 @@ class PhaseMemory:
         return slot
 
     def _wanted(self, phase: Phase, *, backward: bool) -> Wanted:
-        """Return the places that a pass reads: weights; in the backward pass also places of complete gradients."""
+        """Return the stored tensors that a pass of ``phase`` reads: weights; backwards also states and sums."""
         places = [MemoryPlace("weights", piece.index) for piece in phase.pieces]
         wanted = {place: self.addresses[place][0] for place in places}
         for piece in phase.pieces if backward else ():
@@ -259,20 +260,20 @@ class PhaseMemory:
         return wanted
 
     def _place(self, slot: _Slot, phase: Phase) -> None:
-        """Let ``slot`` hold ``phase``, whose tensors are read when all of the phase before is written."""
+        """Use the memory ``slot`` for ``phase``, after beginning to write the changes of the phase before."""
         self._write(slot)
         slot.phase = phase
         slot.present = {}
         slot.rooms, _ = self._rooms(phase)
 
     def _write(self, slot: _Slot) -> None:
-        """Begin to write what was changed in ``slot``."""
+        """Begin to write the changed tensors of the memory ``slot`` to the store."""
         if slot.unwritten:
             slot.writing = self.mover.start("write", _joined(slot, slot.unwritten))
             slot.unwritten = {}
 
     def _request(self, slot: _Slot, wanted: Wanted) -> None:
-        """Begin to read the tensors that are not in memory yet."""
+        """Begin to read the stored tensors ``wanted`` into ``slot``, except tensors that are there already."""
         lacking = {place: it for place, it in wanted.items() if slot.present.get(place, (None,))[0] is not it}
         if not lacking:
             return
@@ -282,7 +283,7 @@ class PhaseMemory:
         slot.present |= {place: (it, reading) for place, it in lacking.items()}
 
     def _bring(self, slot: _Slot, wanted: Wanted) -> None:
-        """Read the tensors that are not in memory yet, and wait until all tensors are in memory."""
+        """Read the stored tensors ``wanted`` into ``slot`` if necessary, and wait until all are in memory."""
         self._request(slot, wanted)
         for place, address in wanted.items():
             _, reading = slot.present[place]
@@ -295,22 +296,22 @@ class PhaseMemory:
                 slot.present[place] = (address, None)
 
     def _home(self, place: MemoryPlace) -> _Slot:
-        """Return the slot that computes with ``place``."""
+        """Return the slot of the current phase, or the slot of the resident phase if ``place`` belongs to it."""
         is_resident = self.layers.pieces[place.piece] in self.resident.pieces or self._current is None
         phase = self.resident if is_resident or self._current is None else self._current[0]
         return next(slot for slot in self._slots if slot.phase is phase)
 
     def is_room(self, place: MemoryPlace, value: Tensor) -> bool:
-        """Whether ``value`` begins where ``place`` does in the phase that computes."""
+        """Whether the tensor ``value`` begins at the address that ``place`` has in the current phase's memory."""
         return place in self.addresses and self._home(place).room(place).data_ptr() == value.data_ptr()
 
     def load(self, place: MemoryPlace, address: StoredTensors) -> Tensor:
-        """Return ``place``, which may be written, with what is in the store at ``address``; waits for that."""
+        """Read the stored tensors ``address`` into the memory of ``place``; return this memory after the read."""
         self._bring(self._home(place), {place: address})
         return self.room(place)
 
     def room(self, place: MemoryPlace) -> Tensor:
-        """Return the bytes of ``place``, of which nothing is on its way: they may be written."""
+        """Return the memory of ``place`` for new content, after all reads and writes of this memory have ended."""
         slot = self._home(place)
         self._wait_for_writing(slot)
         _, reading = slot.present.pop(place, (None, None))
@@ -319,7 +320,7 @@ class PhaseMemory:
         return slot.room(place)
 
     def write_behind(self, place: MemoryPlace, address: StoredTensors, names: Iterable[str] | None = None) -> None:
-        """Note that the tensors of ``address``, or some of them, have changed in ``place``."""
+        """Record that stored tensors (``names``, or all of ``address``) have changed in memory, to be written."""
         home = self._home(place)
         home.present[place] = (address, None)
         home.unwritten |= {(place, address, name): None for name in (address.offsets if names is None else names)}
@@ -328,12 +329,12 @@ class PhaseMemory:
                 slot.present.pop(place, None)
 
     def begin_writing(self) -> None:
-        """Begin to write all that has changed."""
+        """Begin to write all changed tensors in memory to the store."""
         for slot in self._slots:
             self._write(slot)
 
     def wait(self) -> None:
-        """Wait until all that has changed is written."""
+        """Wait until all changed tensors are written to the store."""
         self.begin_writing()
         for slot in self._slots:
             self._wait_for_writing(slot)
@@ -344,7 +345,7 @@ class PhaseMemory:
             self.mover.wait_for(writing)
 
     def forget(self, what: What, pieces: Iterable[PhasePiece]) -> None:
-        """Read the places of ``pieces`` anew when they are needed next: another instance has written them."""
+        """Drop ``what``, such as the weights, of ``pieces`` in memory, because the store has newer tensors."""
         for piece in pieces:
             for slot in self._slots:
                 slot.present.pop(MemoryPlace(what, piece.index), None)
@@ -353,7 +354,7 @@ class PhaseMemory:
             self._bring(self._slots[-1], self._wanted(self.resident, backward=False))
 
     def _bind(self, slot: _Slot) -> None:
-        """Let the weights of the phase in ``slot`` be there."""
+        """Set the data of the parameters of the phase in ``slot`` to the memory of ``slot``."""
         for piece in () if slot.phase is None else slot.phase.pieces:
             place = MemoryPlace("weights", piece.index)
             views = self.addresses[place][0].views(slot.room(place))
@@ -361,20 +362,20 @@ class PhaseMemory:
                 set_data(parameter, views[name])
 
     def _unbind(self) -> None:
-        """Take the memory of the weights of the current phase away."""
+        """Give the parameters of the current phase placeholders without memory, which read as NaN, as data."""
         for piece in () if self._current is None else self._current[0].pieces:
             for parameter in piece.parameters:
                 make_absent(parameter, self.device)
         self._current = None
 
     def close(self) -> None:
-        """End the thread; what was not written is lost."""
+        """End the thread that reads and writes; changes that were not written are lost."""
         self._unbind()
         self.mover.close()
 
 
 def _joined(slot: _Slot, parts: Iterable[tuple[MemoryPlace, StoredTensors, str]]) -> list[Move]:
-    """Return the moves; neighbours in the file and in memory are joined to one move."""
+    """Return the reads or writes of ``parts``; neighbours in the file and in memory are joined to one move."""
     found: list[tuple[StoreFile, Region, int]] = []
     wanted = [
         (address.file, address.regions[name], slot.rooms[place][0] + address.offsets[name])

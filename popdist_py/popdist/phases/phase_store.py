@@ -1,7 +1,7 @@
-"""Where the weights, gradients and optimizer state of a model in phases are kept: a folder, or host memory.
+"""The store of a phased model: a folder or host memory with its weights, gradients and optimizer state.
 
-The instances of a host share one store. The first of them makes it and holds its lock; the others open it then. A
-store is working memory: what an earlier run has left in it is overwritten, and checkpoints are what lasts.
+The instances of a host share one store. The first instance makes the store and holds its lock; then the other
+instances open the store. A store is working memory: it overwrites files of an earlier run. Only checkpoints last.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ from popdist.job.collectives import fail_together, gather_json
 from popdist.phases.store_file import BLOCK_BYTES, Region, StoreFile, StoreThreads, allocate, lay_out
 
 HOST_MEMORY: Final = "host"
-"""In place of a folder: the store is in the memory of the host."""
+"""The name that a program gives in place of a folder for a store in the memory of the host."""
 
 _LOCK: Final = "lock"
 _FILES: Final = frozenset({"weights", "state", "gradients"})
@@ -40,51 +40,51 @@ _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTensors:
-    """Tensors in one file of a store, by name; when they are in memory, they lie together in one place."""
+    """Named tensors in one file of a phased model's store; in memory these tensors lie one behind the other."""
 
     file: StoreFile
     regions: dict[str, Region]
     forms: Mapping[str, TensorForm]
 
     def part(self, names: Iterable[str]) -> "StoredTensors":
-        """Return the tensors ``names`` of these."""
+        """Return only the stored tensors with the names ``names``, in this order."""
         return StoredTensors(file=self.file, regions={it: self.regions[it] for it in names}, forms=self.forms)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each tensor begins in the place."""
+        """The byte at which each tensor begins when all tensors lie in memory one behind the other."""
         ends = accumulate((it.length for it in self.regions.values()), initial=0)
         return dict(zip(self.regions, ends, strict=False))
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the place."""
+        """The bytes of memory that all tensors take together, each rounded up to whole blocks."""
         return sum(it.length for it in self.regions.values())
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return the tensors by name, in the ``memory`` of their place."""
+        """Return all tensors by name, as views of the bytes ``memory``, into which the file was read."""
         return {name: self.forms[name].view(memory[begin:]) for name, begin in self.offsets.items()}
 
     def mapped(self, name: str) -> Tensor:
-        """Return a tensor with the memory that is mapped to the file."""
+        """Return the tensor ``name`` mapped from the file; changes of the tensor do not reach the file."""
         return self.file.mapped(self.regions[name], self.forms[name])
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write a tensor, and wait until it is there."""
+        """Write the tensor ``value`` to the file as ``name``, and wait until the tensor is written."""
         self.file.write_tensor(self.regions[name], self.forms[name], local_part(value))
 
 
 class PhaseStore:
-    """The store of one model on one host; made by :meth:`open`.
+    """The store of one phased model on one host, a folder or host memory; made by :meth:`open`.
 
     Attributes:
-        tensors: Those of each file, by its name.
-        weights: The weights by name, in a file of theirs.
-        host_index: The number of this instance among those that share the store.
-        host_size: How many share it.
-        device: Where the model computes.
-        step: The last step that was begun.
-        is_torn: Whether that step has not ended, so that some of the weights are those of the step before.
+        tensors: The tensors of each file, by the name of the file.
+        weights: The weights by name, which have a file of their own.
+        host_index: The number of this instance among the instances that share the store.
+        host_size: The number of instances that share the store.
+        device: The device on which the model computes.
+        step: The number of the last step that was begun.
+        is_torn: Whether the last step has not ended: then the weights of two steps are mixed.
     """
 
     weights: StoredTensors
@@ -108,17 +108,17 @@ class PhaseStore:
     def open(
         cls, place: str | os.PathLike[str], forms: Mapping[str, TensorForm], *, group: Group, device: torch.device
     ) -> Self:
-        """Make the store in the folder ``place``, or open the one that is there; all instances call it.
+        """Make the store ``place``: on each host one instance makes the store, the other instances open it.
 
         Args:
             place: The folder, or ``"host"`` for the memory of the host.
-            forms: Those of the weights by name, in the order in which they are to lie in the file.
-            group: The instances that train copies of these weights.
-            device: Where the model computes.
+            forms: The dtype, shape and strides of each weight by name, in the order of the weights in the file.
+            group: The instances that train copies of these weights, and which all make this call.
+            device: The device on which the model computes.
 
         Raises:
-            StoreError: If there is no room, the place is in memory and the model on the CPU, another job uses the
-                store, or the folder is none of a store; on every instance.
+            StoreError: On every instance, if there is no room, another job uses the store, the folder has other
+                files, or the folder is in memory although the model computes on the CPU.
         """
         is_in_memory = os.fspath(place) == HOST_MEMORY
         store = cls(None if is_in_memory else _Folder(Path(place).absolute()), group, device)
@@ -133,18 +133,18 @@ class PhaseStore:
         return store
 
     def begin_step(self, step: int) -> None:
-        """Mark the store as torn: from now on weights of ``step`` stand beside those of the step before."""
+        """Mark the store as torn: from now on it mixes weights of ``step`` with weights of the step before."""
         self.step, self.is_torn = step, True
 
     def end_step(self, write: Callable[[], object] | None = None) -> None:
-        """Call ``write``, wait for all instances, and mark the store as whole; all instances call it."""
+        """Call ``write``, wait for all instances, which make the same call, and mark the store as not torn."""
         with fail_together(self._group, "phased(), the end of a step", StoreError):
             if write is not None:
                 write()
         self.is_torn = False
 
     def check_open(self) -> None:
-        """Raise a StoreError after :meth:`close`."""
+        """Raise StoreError if the store was closed."""
         if not self._close.alive:
             raise StoreError(
                 "this phased model was closed, by close() or since the last name of it is gone, so its weights "
@@ -152,7 +152,7 @@ class PhaseStore:
             )
 
     def check_whole(self) -> None:
-        """Raise a StoreError if a step was begun and has not ended, or the store was closed."""
+        """Raise StoreError if the store was closed, or mixes weights of a step that has not ended with others."""
         self.check_open()
         if self.is_torn:
             raise StoreError(
@@ -161,22 +161,22 @@ class PhaseStore:
             )
 
     def wait_for_host(self) -> None:
-        """Wait until all instances are here: each sees then what the others have written before."""
+        """Wait until all instances have made this call, so that each instance sees the others' earlier writes."""
         self._group.agree("phased(), reading what others wrote")
 
     def place_of(self, tensor: Tensor) -> tuple[StoreFile, int] | None:
-        """Return the file of a tensor that :meth:`StoreFile.mapped` returned, and the place in the file."""
+        """Return the file from which ``tensor`` is mapped, and its first byte in the file; None if no file is."""
         for file in self._files:
             if (start := file.start_of(tensor)) is not None:
                 return file, start
         return None
 
     def close(self) -> None:
-        """End the threads and release the lock; the files stay as they are. May be called again."""
+        """End the store's threads and release its lock; its files stay unchanged. May be called again."""
         self._close()
 
     def discard(self) -> None:
-        """Close the store; remove its folder if the store has made the folder."""
+        """Close the store, and remove its folder if this store has made the folder."""
         self.close()
         if self.folder is not None and self.host_index == 0:
             self.folder.remove_if_new()
@@ -190,7 +190,7 @@ class PhaseStore:
         try:
             with fail_together(self._group, f"phased(), its {name} of {num_bytes} bytes", StoreError):
                 if self.host_index == 0:
-                    if path is not None:  # who has an older file open keeps it
+                    if path is not None:  # a process that has an older file open keeps that file
                         path.unlink(missing_ok=True)
                     descriptor = _create(path, num_bytes)
             made = gather_json(self._group, f"phased(), who has its {name}", [os.getpid(), descriptor])
@@ -208,7 +208,7 @@ class PhaseStore:
 
 
 class _Folder:
-    """A store's folder, which one process holds at a time."""
+    """The folder of a phased model's store, with a lock that only one process can hold at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -217,7 +217,7 @@ class _Folder:
         forks.call_in_children(self._close_lock)
 
     def claim(self, *, is_on_cpu: bool) -> None:
-        """Make the folder or take the one that is there, for as long as this process has it."""
+        """Make the folder if necessary, lock it, and remove its old files. Raise StoreError if that fails."""
         try:
             is_new = not self.path.exists()
             with opened_own_folder(str(self.path), makes=True):
@@ -238,13 +238,13 @@ class _Folder:
             raise StoreError(f"{self.path} cannot be a store: {error.strerror} ({error.filename})") from error
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock of the folder."""
         if self._lock >= 0:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         self._close_lock()
 
     def remove_if_new(self) -> None:
-        """Remove what was made here, if there was nothing before."""
+        """Remove the store's folder with its files, if this process has made the folder."""
         if self._is_new:
             self._remove_files()
             (self.path / _LOCK).unlink(missing_ok=True)
@@ -252,7 +252,7 @@ class _Folder:
                 self.path.rmdir()
 
     def _remove_files(self) -> None:
-        """Remove what an earlier run has left; who still has it open keeps it."""
+        """Remove the store's files of an earlier run; processes that have the files open can still use them."""
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
 
@@ -282,12 +282,12 @@ class _Folder:
 
 
 def _own_name() -> str:
-    """Return the name of this process that its locks hold."""
+    """Return the process ID and the host of this process as the text that a lock file contains."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _create(path: Path | None, num_bytes: int) -> int:
-    """Return the descriptor of a new file of this size, or of host memory of this size."""
+    """Return the descriptor of a new file of ``num_bytes`` bytes, or of host memory if ``path`` is None."""
     if path is None:
         if num_bytes > psutil.virtual_memory().available:
             raise StoreError(
@@ -306,7 +306,7 @@ def _create(path: Path | None, num_bytes: int) -> int:
 
 
 def _open_created(path: Path | None, pid: int, descriptor: int) -> int:
-    """Open the file that another instance of the host has made."""
+    """Return the descriptor of the file or host memory that another instance of this host has made."""
     if path is not None:
         return _opened(path, os.O_RDWR)
     try:
@@ -316,7 +316,7 @@ def _open_created(path: Path | None, pid: int, descriptor: int) -> int:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a file of a store, which is this user's own and no link."""
+    """Open a file of the store, return its descriptor. Raise StoreError for links and files of other users."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -328,7 +328,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _file_system_of(path: Path) -> str:
-    """Return the kind of the file system on which ``path`` is."""
+    """Return the type of the file system that contains ``path``, such as ``tmpfs``; empty if unknown."""
     mounts = [it for it in psutil.disk_partitions(all=True) if path.is_relative_to(it.mountpoint)]
     return max(reversed(mounts), key=lambda it: len(it.mountpoint)).fstype if mounts else ""
 

@@ -1,8 +1,8 @@
-"""The calls of a phased layer: the forward pass keeps the layer's inputs, the backward pass computes it again.
+"""Calls of a layer of a phased model: the forward pass keeps only the inputs, the backward pass runs it again.
 
-Both passes run the layer with gradients, on detached inputs, so that they take the same branches of torch. The
-graph of the forward pass keeps no tensor. A backward pass that reaches this graph has come by a tensor that left
-the layer in another way than as its result, and raises an error that names the layer.
+Both passes run the layer with gradients, on detached inputs, so that torch takes the same branches in both passes.
+The graph of the forward pass keeps no tensor. A backward pass that reaches this graph has come by a tensor that
+left the layer in another way than as its result, and raises an error that names the layer.
 """
 
 from collections import Counter
@@ -37,18 +37,18 @@ _WORDS_OF_TORCH: Final = {
     "backward through the graph a second time": "{} reads a tensor with a graph of its own that is none of its "
     "arguments, and that another call reads, too: give it to the layer as an argument",
 }
-"""Texts in torch's errors of what a layer of a phased model cannot do, and what to say of the layer instead."""
+"""Parts of torch's error messages, and the message about the layer that replaces each of these errors."""
 
 _OTHER_LAYERS: Final = "or name a larger module that holds the layer and what it shares, layers=[...]"
 
 
 def install(run: PhasedRun) -> None:
-    """Have all units compute by way of ``run`` from now on."""
+    """Replace the ``forward`` of each layer, so that ``run`` reads the layer's weights into memory for a call."""
     for unit in run.layers.units:
         module: Any = unit.module
         module.forward = PhasedForward(unit, run)
         if not isinstance(module, torch.jit.ScriptModule):
-            # hooks of the program's own may read the weights, as those of torch.nn.utils.weight_norm do
+            # a hook of the program may read the weights, as the hooks of torch.nn.utils.weight_norm do
             module.register_forward_pre_hook(partial(_bring_weights, unit, run), prepend=True)
     for piece in run.layers.pieces:
         for name, parameter in piece.named if piece.units else ():
@@ -61,7 +61,7 @@ def _bring_weights(unit: Unit, run: PhasedRun, *_: object) -> None:
 
 
 class PhasedForward:
-    """The object that takes the place of a unit's ``forward``."""
+    """A replacement for a layer's ``forward``, which keeps only the inputs and computes the layer twice."""
 
     def __init__(self, unit: Unit, run: PhasedRun) -> None:
         self.unit = unit
@@ -75,7 +75,7 @@ class PhasedForward:
 
     @skip_tracing  # a compiled model runs its units as they are
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit's forward pass with its weights in memory."""
+        """Run the layer's forward pass with its weights in memory, and return the result."""
         inputs: list[Tensor] = []
         structure = _take_out((args, kwargs), inputs)
         is_passed_back = self.unit.is_trained or any(it.requires_grad for it in inputs)
@@ -93,7 +93,7 @@ class PhasedForward:
         return call.result_of(inputs, returned)
 
     def _check_weights(self) -> None:
-        """Check that the module computes with the parameters that lie in the store."""
+        """Check that the layer computes with the parameters in the store. Raise WeightsError if it does not."""
         own = {id(it) for piece in self.unit.pieces for it in piece.parameters}
         for name, parameter in self.unit.module.named_parameters():
             if id(parameter) not in own:
@@ -111,14 +111,14 @@ class PhasedForward:
 
 @lru_cache(maxsize=1)
 def _cached_probe() -> Any:
-    """Return a module whose weight is computed at each access, unless ``parametrize.cached()`` is in force."""
+    """Return a module whose weight is a new tensor at each access, unless ``parametrize.cached()`` is active."""
     module = nn.Linear(1, 1, bias=False, device="meta", dtype=torch.float32)  # which draws no random numbers
     return register_parametrization(module, "weight", nn.ReLU())
 
 
 @contextmanager
 def _explained(unit: Unit) -> Iterator[None]:
-    """Return a context in which torch's errors of what a layer cannot do here name the layer."""
+    """A context in which torch's errors about unsupported operations become WeightsErrors that name the layer."""
     try:
         yield
     except RuntimeError as error:
@@ -129,11 +129,11 @@ def _explained(unit: Unit) -> Iterator[None]:
 
 
 class _Taken(int):
-    """The place of a tensor among the tensors of a nest."""
+    """An index that replaces a tensor in nested arguments or results."""
 
 
 def _take_out(nest: Any, tensors: list[Tensor]) -> Any:
-    """Return ``nest`` with places in place of its tensors; append each tensor once to ``tensors``."""
+    """Return the nested value ``nest`` with indices in place of its tensors; append each tensor to ``tensors``."""
     if isinstance(nest, Tensor):
         place = next((place for place, it in enumerate(tensors) if it is nest), len(tensors))
         if place == len(tensors):
@@ -143,7 +143,7 @@ def _take_out(nest: Any, tensors: list[Tensor]) -> Any:
 
 
 def _put_back(nest: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return ``nest`` with tensors in their places."""
+    """Return the nested value ``nest`` with each index replaced by the tensor in ``tensors`` at this index."""
     if isinstance(nest, _Taken):
         return tensors[nest]
     return map_nest(nest, lambda child: _put_back(child, tensors))
@@ -151,12 +151,12 @@ def _put_back(nest: Any, tensors: Sequence[Tensor]) -> Any:
 
 @lru_cache(maxsize=8)
 def _probe(device: torch.device) -> Tensor:
-    """Return a leaf of one element, by whose cast the caches of autocast are told apart."""
+    """Return a leaf tensor of one element, whose cast shows which cache of autocast is in use."""
     return torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
 
 
 def _cast_node(leaf: Tensor) -> Any:
-    """Return the node in which autocast casts ``leaf``; None if autocast does not cast it here."""
+    """Return the autograd node of autocast's cast of ``leaf``; None if autocast does not cast ``leaf`` here."""
     with torch.enable_grad():  # a product without elements costs nothing, and takes the cast from autocast's cache
         product = torch.matmul(leaf, torch.zeros(leaf.shape[-1], 0, dtype=leaf.dtype, device=leaf.device))
     node, found = product.grad_fn, None
@@ -166,11 +166,11 @@ def _cast_node(leaf: Tensor) -> Any:
 
 
 class _Entrance(torch.autograd.Function):
-    """Gives a layer its inputs as tensors that it may write: no leaves, no views, with a count of writes each."""
+    """An autograd function that makes inputs which a layer may write: no leaves, no views, own version counts."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return tensors in the memory of ``leaves``."""
+        """Return tensors that share the memory of ``leaves``."""
         inputs = tuple(it.data for it in leaves)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -180,15 +180,15 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients as they are."""
+        """Return the gradients unchanged."""
         return gradients
 
 
 class _CallCasts:
-    """The autocast of a forward pass.
+    """The autocast settings of a layer's forward pass, which its second computation uses again.
 
     Attributes:
-        cache: Stands for autocast's cache; None where it keeps nothing.
+        cache: An object that identifies autocast's cache; None if autocast keeps no casts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -201,7 +201,7 @@ class _CallCasts:
 
     @contextmanager
     def in_place(self, *, is_first: bool) -> Iterator[None]:
-        """Return a context with this autocast, whose cache keeps no copies of weights that leave memory."""
+        """A context with these autocast settings; no cast of a weight stays in the cache without its weight."""
         is_on = any(map(torch.is_autocast_enabled, self._modes))
         if not (self._is_on or is_on):
             yield
@@ -216,22 +216,22 @@ class _CallCasts:
 
 
 class _Call:
-    """One call of a unit: the values that the second computation needs beside the inputs, and the results.
+    """One call of a layer: its results, and all values except inputs that the second computation needs.
 
-    The values belong together, because the graph of the call keeps them, and frees them after the backward pass.
+    The graph of the call keeps these values, and frees them after the backward pass.
     """
 
     def __init__(self, owner: PhasedForward, structure: Any) -> None:
         self.unit, self.run = owner.unit, owner.run
-        # of inputs that the layer writes, or gives back to its caller, by place
+        # copies of the inputs that the layer writes or returns, by the index of the input
         self.copies: dict[int, Tensor] = {}
-        self.owned: frozenset[int] = frozenset()  # the places of copies
-        self.written: list[int] = []  # the places of inputs with a gradient that the layer has written
-        self.returned: list[Tensor] = []  # by the function: those inputs, and the results that have a gradient
+        self.owned: frozenset[int] = frozenset()  # the indices of the copied inputs
+        self.written: list[int] = []  # the indices of inputs with a gradient that the layer has written
+        self.returned: list[Tensor] = []  # written inputs, then results with a gradient: autograd returns them
         self._owner, self._structure = owner, structure
         self._results: list[Tensor | Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]] = []
-        self._differentiable: list[int] = []  # the places of inputs that get a gradient
-        self._own: list[int] = []  # the places, among the results, of those that the function returns
+        self._differentiable: list[int] = []  # the indices of inputs that get a gradient
+        self._own: list[int] = []  # the indices of the results that the autograd function returns
         self._nest: Any = None
         self._has_run = False
         self._digest: str | None = None
@@ -240,7 +240,7 @@ class _Call:
         self._casts = _CallCasts(owner.run.store.device)
 
     def first(self, inputs: Sequence[Tensor]) -> None:
-        """Compute the forward pass, and record what it returns."""
+        """Run the layer's forward pass, and record its results and the inputs that the layer has written."""
         self._micro_batch = self.run.calls.begin(self.unit, self._casts.cache)
         self._differentiable = [place for place, it in enumerate(inputs) if it.requires_grad]
         known = self._owner.written.get(len(inputs))  # None in the first call, which shows what the layer writes
@@ -259,7 +259,7 @@ class _Call:
     def _entered(
         self, tensors: Sequence[Tensor], hook_of: Callable[[int], Callable[[Tensor], object]]
     ) -> Sequence[Tensor]:
-        """Return the inputs of a pass in the memory of ``tensors``; a gradient of one is handed to its hook."""
+        """Return inputs for the layer in the memory of ``tensors``, with hooks that receive their gradients."""
         leaves = [it.detach() for it in tensors]
         for place in self._differentiable:  # ``.grad`` may be in another order of memory, which shows in sums
             leaves[place].requires_grad_().register_hook(hook_of(place))
@@ -292,7 +292,7 @@ class _Call:
         )
 
     def _record(self, result: Any, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
-        """Record what the layer has returned, and which inputs it has written."""
+        """Record the results of the layer, and the inputs that the layer has written in place."""
         self._record_written(inputs, entered)
         found: list[Tensor] = []
         self._nest = _take_out(result, found)
@@ -318,7 +318,7 @@ class _Call:
             self.returned.append(it_or_copy.data if is_alone else it_or_copy.detach())
 
     def _record_written(self, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
-        """Record which inputs the layer has written; only these keep their copies."""
+        """Record which inputs the layer has written in place, and keep copies of only these inputs."""
         written = {place for place, it in enumerate(entered) if num_writes(it)}
         known = self._owner.written.setdefault(len(inputs), written)
         if strange := written - known:
@@ -336,13 +336,13 @@ class _Call:
             self.returned.append(inputs[place])
 
     def result_of(self, inputs: Sequence[Tensor], returned: Sequence[Tensor]) -> Any:
-        """Return the layer's result for its caller; ``returned`` is what the function has given."""
+        """Return the layer's result with the tensors ``returned``, which the autograd function has returned."""
         results = [it if isinstance(it, Tensor) else it(inputs, returned) for it in self._results]
         nest, self._nest, self._results = self._nest, None, []
         return _put_back(nest, results)
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs; add the gradients of the weights to their ``.grad``."""
+        """Compute the layer again: add its weights' gradients to ``.grad``, return the gradients of its inputs."""
         calls = self.run.calls
         calls.check(self.unit, self._micro_batch)
         found: dict[int, Tensor] = {}
@@ -368,13 +368,13 @@ class _Call:
         return [found.get(place) for place in range(len(tensors))]
 
     def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Check that the second computation has done what the first one did."""
+        """Check that the second computation writes the same inputs and has the same results as the first."""
         written = {place for place, it in enumerate(entered) if num_writes(it)}
         is_same = written <= self.owned and max(self._own, default=-1) < len(results)
         self._owner.same.check(self._digest, results if is_same else None)
 
     def _add_casts(self) -> None:
-        """Add gradients of weights that autocast casts as in memory, where one cast serves several calls."""
+        """Add a weight's gradients in autocast's dtype, if several calls share one cast of the weight."""
         calls = self.run.calls
         for piece in self.unit.pieces:
             for parameter in piece.parameters if calls.is_cast_shared(piece, self._casts.cache) else ():
@@ -385,13 +385,13 @@ class _Call:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory in which ``tensor`` lies; 0 if it has none."""
+    """Return the address of the storage of ``tensor``; 0 if the tensor has no storage."""
     part = part_itself(tensor)
     return part.untyped_storage().data_ptr() if part.layout is torch.strided else 0
 
 
 def _seen_in(place: int, view: Tensor | None, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
-    """Return the input at ``place``, or what ``view`` sees of its memory."""
+    """Return the input with index ``place``, or a view of this input with the shape and strides of ``view``."""
     source = inputs[place]
     if view is None:
         return source
@@ -404,11 +404,11 @@ def _returned(number: int, _: Sequence[Tensor], returned: Sequence[Tensor]) -> T
 
 
 class _PhasedFunction(torch.autograd.Function):
-    """A unit in autograd's graph: of its own operations nothing is kept between the passes."""
+    """The autograd function for one call of a layer; between the passes it keeps only the layer's inputs."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what the call has returned; ``_anchor`` has a gradient, so that the backward pass comes by."""
+        """Return the results of ``call``; ``_anchor`` requires a gradient, so that autograd runs ``backward``."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(call.copies.get(place, it) for place, it in enumerate(inputs)))
@@ -422,7 +422,7 @@ class _PhasedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs."""
+        """Compute the layer again, and return the gradients of its inputs."""
         try:
             saved = ctx.saved_tensors
         except RuntimeError as error:

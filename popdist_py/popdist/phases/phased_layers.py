@@ -1,4 +1,4 @@
-"""The layers of a phased model, and the count of their calls in a micro batch.
+"""The layers of a phased model, and the count of the layers' calls in a micro batch.
 
 Each layer computes with weights that are in memory for its own passes only. A weight that is not in memory reads
 as NaN.
@@ -32,27 +32,27 @@ _LOOP: Final = """
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhasePiece:
-    """Weights that the same layers use: they are read, written and updated together."""
+    """A piece: weights that the same layers use, so that these weights are read, written and updated together."""
 
     index: int
     names: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    units: tuple[int, ...]  # the indices of the units that use them; none for weights that stay in memory
+    units: tuple[int, ...]  # the indices of the layers that use the weights; empty if these stay in memory
 
     @property
     def named(self) -> list[tuple[str, Parameter]]:
-        """The weights with their names."""
+        """The name and the parameter of each weight."""
         return list(zip(self.names, self.parameters, strict=True))
 
     @property
     def is_trained(self) -> bool:
-        """Whether one of the weights is trained now."""
+        """Whether at least one of the weights requires a gradient now."""
         return any(it.requires_grad for it in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
-    """A module that computes with weights of its own: a layer, an embedding, a head."""
+    """A unit: a module that is in memory as a whole while it computes, such as a layer, an embedding or a head."""
 
     index: int
     name: str
@@ -61,25 +61,25 @@ class Unit:
 
     @property
     def is_trained(self) -> bool:
-        """Whether one of its weights is trained now."""
+        """Whether at least one weight of the layer requires a gradient now."""
         return any(it.is_trained for it in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhasedLayers:
-    """What a module is divided into."""
+    """The layers (units) of a phased model, and its weights in pieces: weights that the same layers use."""
 
     units: tuple[Unit, ...]
     pieces: tuple[PhasePiece, ...]  # in the order of the units
 
     @property
     def resident(self) -> tuple[PhasePiece, ...]:
-        """The weights that no unit has by itself, which stay in memory."""
+        """The weights that are used outside of the layers; these weights always stay in memory."""
         return tuple(piece for piece in self.pieces if not piece.units)
 
 
 def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> PhasedLayers:
-    """Return the units of ``model``: repeated or named layers, and other modules that have weights directly."""
+    """Return the layers of ``model``: the named or the repeated modules, and other modules with own weights."""
     layers = [it for run in runs_of_layers(model) for it in run] if layers is None else [*layers]
     chosen = chosen_layers(model, layers, "phased")
     modules = dict(_walk(model, "", set(chosen), set()))
@@ -103,7 +103,7 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> P
 def _walk(
     module: nn.Module, name: str, chosen: set[nn.Module], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of each unit, in the order of the model's modules."""
+    """Yield the name and the module of each layer in ``module``, in the order of the model's modules."""
     if module in seen:
         return
     seen.add(module)
@@ -117,13 +117,13 @@ def _walk(
 
 
 def _has_own_weights(module: nn.Module) -> bool:
-    """Whether the module, and not one of its layers, uses parameters in its forward pass."""
+    """Whether ``module`` itself, and not only one of its children, holds parameters for its forward pass."""
     lists = (it for it in module.children() if isinstance(it, nn.ParameterList | nn.ParameterDict))
     return any(next(it.parameters(recurse=False), None) is not None for it in (module, *lists))
 
 
 def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
-    """Return the units of these modules, and the pieces of all weights."""
+    """Return ``modules`` as layers, and the weights of ``model`` in pieces: weights that the same layers use."""
     users: dict[Parameter, list[int]] = {}
     for index, module in enumerate(modules.values()):
         for parameter in module.parameters():
@@ -147,7 +147,7 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
 
 
 def check_same(layers: PhasedLayers, module: nn.Module, forms: Mapping[str, TensorForm]) -> None:
-    """Check that ``module`` has these layers and parameters, whose parts that are here have these forms."""
+    """Check that ``module`` still has these layers, and parameters with the dtypes and shapes ``forms``."""
     names = {id(it): name for piece in layers.pieces for name, it in piece.named}
     now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
     changed = [name for key, name in names.items() if key not in now]
@@ -165,15 +165,15 @@ def check_same(layers: PhasedLayers, module: nn.Module, forms: Mapping[str, Tens
 
 
 def set_data(parameter: Tensor, data: Tensor) -> None:
-    """Let ``parameter``, or the part of it that is here, have its numbers in the memory of ``data``."""
+    """Set the data of ``parameter``, or of this instance's part of a DTensor, to the tensor ``data``."""
     with torch.inference_mode(mode=False):
         part_itself(parameter).data = data
 
 
 def make_absent(parameter: Parameter, device: torch.device) -> None:
-    """Take the memory of ``parameter`` away: it keeps its shape and dtype, and reads as NaN, on ``device``."""
+    """Free the memory of ``parameter``, which keeps its shape and dtype on ``device`` and then reads as NaN."""
     part: Any = part_itself(parameter)
-    if not hasattr(part, "_popdist_absent"):  # a number of its own: one that is written is no other's
+    if not hasattr(part, "_popdist_absent"):  # each weight has its own number, so that a write changes no other
         is_float = part.is_floating_point() or part.is_complex()
         part._popdist_absent = torch.full((), nan if is_float else 0, dtype=part.dtype, device=device)  # noqa: SLF001 - ours
     set_data(parameter, part._popdist_absent.expand(part.shape))  # noqa: SLF001 - ours
@@ -181,7 +181,7 @@ def make_absent(parameter: Parameter, device: torch.device) -> None:
 
 @contextmanager
 def writing(parameter: Tensor) -> Iterator[None]:
-    """Return a context in which an optimizer writes ``parameter``."""
+    """A context in which the optimizer writes ``parameter``: this write does not count for :func:`is_written`."""
     part: Any = part_itself(parameter)
     try:
         yield
@@ -190,7 +190,7 @@ def writing(parameter: Tensor) -> Iterator[None]:
 
 
 def is_written(parameter: Parameter) -> bool:
-    """Whether anybody but an optimizer has written ``parameter`` since the last call, in memory or while away."""
+    """Whether code other than the optimizer has written ``parameter`` in place since the last call."""
     part: Any = part_itself(parameter)
     before, absent = getattr(part, "_popdist_writes", None), getattr(part, "_popdist_absent", None)
     part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
@@ -202,7 +202,7 @@ def is_written(parameter: Parameter) -> bool:
 
 
 def written_error(name: str) -> WeightsError:
-    """Return the error of a weight that was written in place."""
+    """Return the error for the weight ``name``, which the program has written in place."""
     return WeightsError(
         f"{name} was written in place, as by torch.nn.init, copy_() or .data, and the write is lost: the weights "
         "of a phased model lie in its store. Change them before phased(), by load_state_dict() or by the optimizer"
@@ -210,33 +210,33 @@ def written_error(name: str) -> WeightsError:
 
 
 class CallCounts:
-    """The forward passes of units in one micro batch that a backward pass has not followed yet."""
+    """A counter of the layers' forward passes in one micro batch whose backward pass has not run yet."""
 
     def __init__(self) -> None:
-        self.micro_batch: object = None  # stands for the micro batch that runs; None between two
-        self._counts: Counter[int] = Counter()  # by piece
+        self.micro_batch: object = None  # identifies the micro batch that runs; None between micro batches
+        self._counts: Counter[int] = Counter()  # the number of calls by the index of a piece
         self._is_passed_back = False
-        self._unit: int | None = None  # the unit in its backward pass
-        self._num_casts: Counter[tuple[int, object]] = Counter()  # of a piece's calls within a context of autocast
-        self._shared: set[tuple[int, object]] = set()  # of which there were several
+        self._unit: int | None = None  # the layer in its backward pass
+        self._num_casts: Counter[tuple[int, object]] = Counter()  # calls by a piece and autocast's cache
+        self._shared: set[tuple[int, object]] = set()  # the keys with several calls
         self._casts: dict[
             tuple[int, object], dict[Parameter, Tensor]
         ] = {}  # sums of gradients in autocast's dtype
 
     def begin_micro_batch(self) -> None:
-        """Begin a micro batch."""
+        """Begin a micro batch: clear all counts and all sums of gradients."""
         self.micro_batch, self._is_passed_back, self._unit = object(), False, None
         for it in (self._counts, self._num_casts, self._shared, self._casts):
             it.clear()
 
     def end_micro_batch(self) -> None:
-        """End a micro batch; its forward passes without a backward pass add nothing to the gradients."""
+        """End a micro batch, and add the unfinished sums of gradients in autocast's dtype to ``.grad``."""
         self.micro_batch = None
         for key in [*self._casts]:
             self._add_held(key)
 
     def begin(self, unit: Unit, cache: object) -> object:
-        """Count a forward pass, with autocast's ``cache`` of casts or None; return its micro batch."""
+        """Count a forward pass of the layer ``unit``; return an object that identifies its micro batch."""
         if self.micro_batch is not None and self._is_passed_back:
             raise BatchError(
                 "a forward pass of a phased model after a backward pass of the same micro batch: gradients may be "
@@ -253,7 +253,7 @@ class CallCounts:
         return self.micro_batch
 
     def check(self, unit: Unit, micro_batch: object) -> None:
-        """Check that a backward pass may begin, of a forward pass in ``micro_batch``."""
+        """Check that a backward pass of the layer ``unit`` may begin now, given its forward pass's micro batch."""
         if micro_batch is None:
             raise BatchError(f"backward() of a phased model outside micro_batches. Write\n{_LOOP}")
         if self.micro_batch is not micro_batch:
@@ -274,7 +274,7 @@ class CallCounts:
         self._is_passed_back, self._unit = True, unit.index
 
     def end(self, unit: Unit, cache: object) -> list[PhasePiece]:
-        """Count a backward pass; return the pieces whose gradients are complete now."""
+        """Count a backward pass of the layer ``unit``; return the weights whose gradients are complete now."""
         self._unit = None
         for piece in unit.pieces:
             self._counts[piece.index] -= 1
@@ -285,13 +285,13 @@ class CallCounts:
         return [piece for piece in unit.pieces if not self._counts[piece.index]]
 
     def is_cast_shared(self, piece: PhasePiece, cache: object) -> bool:
-        """Whether several calls take the casts of a piece's weights from ``cache``."""
+        """Whether several calls use the same cast of a weight of ``piece``, which lies in autocast's ``cache``."""
         return (piece.index, cache) in self._shared
 
     def add_cast(
         self, piece: PhasePiece, parameter: Parameter, cache: object, gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Add the gradient of a weight's cast to those of the calls before; return the sum in the last call."""
+        """Add the gradient of a weight's cast to the earlier calls' sum; return the sum in the last call."""
         key = (piece.index, cache)
         held = self._casts.setdefault(key, {})
         total = held.pop(parameter) + gradients[0] if parameter in held else gradients[0]
@@ -301,13 +301,13 @@ class CallCounts:
         return (None,)
 
     def _add_held(self, key: tuple[int, object]) -> None:
-        """Add sums to ``.grad`` that no later call has taken."""
+        """Add the sums of gradients of ``key``, which no later call has completed, to the weights' ``.grad``."""
         for parameter, total in self._casts.pop(key, {}).items():
             total = total.to(parameter.dtype)  # noqa: PLW2901 - the same gradient
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
     def watch(self, piece: PhasePiece, name: str, parameter: Parameter) -> None:
-        """Have each gradient of ``parameter`` that comes from elsewhere than its unit's backward pass refused."""
+        """Refuse gradients of ``parameter`` that do not come from a backward pass of a layer with ``piece``."""
 
         def refuse_others(_: Tensor) -> None:
             if self._unit not in piece.units:
@@ -324,9 +324,9 @@ class CallCounts:
 
 
 def _refuse_hooks(piece: PhasePiece) -> None:
-    """Refuse a second call with weights that have hooks, which would get the gradient of each call by itself."""
+    """Raise WeightsError if a weight has a gradient hook, because two calls would run the hook twice."""
     for name, parameter in piece.named:
-        if num_gradient_hooks(parameter) > 1:  # one is that of CallCounts.watch()
+        if num_gradient_hooks(parameter) > 1:  # one hook comes from CallCounts.watch()
             raise WeightsError(
                 f"{name} has a hook of its own for gradients, and its layer is called twice in a micro batch: in "
                 "memory the hook gets the sum of both calls' gradients, here each by itself. Remove the hook, or "

@@ -1,4 +1,4 @@
-"""A model of which a few layers at a time are in memory: the rest waits in a store, and the bits are the same."""
+"""Models with only a few layers in memory at a time: other weights lie in a store; results are bitwise equal."""
 
 import os
 import weakref
@@ -38,7 +38,7 @@ _REFUSED: Final = {
     "clip_grad_norm_": "clip with popdist.clip_grad_norm_(model.parameters(), ...), and make the optimizer with "
     "step_in_backward=False",
 }
-"""What a ReplicatedModel has and a phased model has not, and why."""
+"""The methods of a ReplicatedModel that a phased model does not have, and the reason for each of them."""
 
 
 def phased(  # noqa: PLR0913 - what a model can be told
@@ -52,38 +52,38 @@ def phased(  # noqa: PLR0913 - what a model can be told
     initialize: Initialize | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> "PhasedModel":
-    """Have a few layers of ``module`` in memory at a time, while the rest of it waits in a store.
+    """Return a model that trains ``module`` with only a few layers in memory; other weights lie in a store.
 
-    Two phases, runs of layers, are in memory: while one computes, the next one is read, and what the one before
-    has changed is written. Of a layer the inputs are kept; the backward pass computes it again, with the same
-    random numbers and buffers. The weights have the bits of ``ReplicatedModel(recompute(module))``, for any number
-    of phases and instances; but where layers are no chain, gradients of a tensor that several of them read may be
-    added in another order.
+    A phase is a run of layers. Two phases are in memory: while one computes, the next phase is read, and changes
+    of the phase before are written. Only the inputs of a layer are kept; the backward pass computes the layer
+    again, with the same random numbers and buffers. The weights are bitwise equal to the weights of
+    ``ReplicatedModel(recompute(module))``, for any number of phases and instances. Only if layers are no chain,
+    gradients of a tensor that several layers read may be added in another order.
 
-    A weight that is not in memory reads as NaN: use weights in the ``forward`` of their layer only. Those that the
-    module, or one that holds layers, has directly stay in memory.
+    A weight that is not in memory reads as NaN: use a weight only in the ``forward`` of its layer. Weights that
+    the module itself, or a module around layers, holds directly stay in memory.
 
     Args:
-        module: A model in memory, which computes where its weights are; or on the meta device: its weights are
-            then made layer by layer, for ``popdist.device()``. All instances have the weights of instance 0.
-        memory: The most memory that this process may use, torch and the model included: ``"2 GB"``, or bytes; on a
-            GPU the memory of that. The first step runs with one layer in a phase, and is measured for the plan.
-        phases: How many, in place of ``memory``: of about equal bytes.
+        module: A model in memory, which computes where its weights are; or a model on the meta device: its weights
+            are made layer by layer, for ``popdist.device()``. All instances get the weights of instance 0.
+        memory: The most memory that this process may use, torch and the model included, on the GPU if the model is
+            there: ``"2 GB"``, or bytes. The first steps have one layer per phase, and are measured for the plan.
+        phases: The number of phases, of about equal bytes, if ``memory`` is not given.
         store: A folder for weights, gradients and optimizer state, which the instances of a host share; or
-            ``"host"``, the host's memory, for a model on a GPU. It is working memory: see `popdist.checkpoint`.
-        layers: Modules, or their names, that are read as a whole, none within another; None for those that the
-            model repeats in lists. What else has weights directly, as an embedding, is a layer, too.
-        seed: As of ``popdist.ReplicatedModel``.
-        initialize: For a model on the meta device: sets the weights of a module. None for ``reset_parameters()``.
-        weights: A safetensors file, or a folder of some, with weights by their names.
+            ``"host"``, the host's memory, for a model on a GPU. A store does not last: see `popdist.checkpoint`.
+        layers: Modules, or their names, that are read as a whole, none inside another; None means the modules that
+            the model repeats in lists. Another module with own weights, such as an embedding, is a layer, too.
+        seed: The seed, as in ``popdist.ReplicatedModel``.
+        initialize: A function that sets a module's weights on the meta device; None means ``reset_parameters()``.
+        weights: A safetensors file, or a folder of safetensors files, with the weights by name.
 
     Returns:
-        The model; it is trained by a `popdist.parallel.PhasedOptimizer`.
+        The model, which a `popdist.parallel.PhasedOptimizer` trains.
 
     Raises:
-        WeightsError: If something in the module cannot be trained so, or ``memory`` is too little.
+        WeightsError: If the module cannot be trained in phases, or ``memory`` is too small.
         StoreError: If there is no room for the store, another job uses it, or it is on a file system in memory.
-        BatchError, CollectiveError, ContractError, BackendError: As ``popdist.ReplicatedModel``.
+        BatchError, CollectiveError, ContractError, BackendError: As in ``popdist.ReplicatedModel``.
     """
     limit_bytes, num_phases = _checked_size(memory, phases)
     layout = _checked_layout(module)
@@ -99,18 +99,18 @@ def phased(  # noqa: PLR0913 - what a model can be told
 
 
 class PhasedModel(WrappingModel):
-    """A module of which a few layers are in memory at a time: what :func:`phased` returns.
+    """A module with only a few layers in memory at a time; :func:`phased` makes such a model.
 
-    ``forward``, the names of parameters and buffers, the keys of ``state_dict`` and all else that it has not
-    itself are those of the module.
+    ``forward``, the names of parameters and buffers, the keys of ``state_dict`` and attributes that this class
+    lacks are the module's.
 
     Attributes:
         module: The module; change neither its layers nor its parameters.
-        store: Where the weights are.
-        phase_seconds: What each phase took in the last step, computing and waiting.
-        predicted_seconds: What a step takes as planned; None until two steps have ended.
+        store: The store in which the weights lie.
+        phase_seconds: The seconds of each phase in the last step, computing and waiting.
+        predicted_seconds: The planned seconds of a step; None until two steps have ended.
         randomness: The random states of this instance's replicas, which a checkpoint saves.
-        phased_steps: Its steps, of use to a PhasedOptimizer.
+        phased_steps: The training steps of the model, which a PhasedOptimizer uses.
     """
 
     _title = "a phased model"
@@ -127,16 +127,16 @@ class PhasedModel(WrappingModel):
 
     @property
     def phase_seconds(self) -> tuple[float, ...]:
-        """What each phase took in the last step, computing and waiting, in all of its passes together."""
+        """The seconds of each phase in the last step, computing and waiting, in all of its passes together."""
         return tuple(self.phased_steps.run.memory.phase_seconds)
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What a step takes as planned; None until two steps have ended, which are measured for the plan."""
+        """The seconds that a step takes by the plan; None until two steps have ended and were measured."""
         return self.phased_steps.run.budget.predicted_seconds
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward pass."""
+        """Run the forward pass of the wrapped module, and return its result."""
         self.phased_steps.check_forward()
         if self.phased_steps.layout.num_replicas > 1:
             return self.phased_steps.forward(partial(self.module, *args, **kwargs))
@@ -149,20 +149,20 @@ class PhasedModel(WrappingModel):
         )
 
     def _apply(self, *_: object, **__: object) -> NoReturn:
-        """Raise WeightsError; ``to()``, ``half()`` and similar methods call this method."""
+        """Raise WeightsError; ``to()``, ``half()`` and similar methods of torch call this method."""
         raise WeightsError(
             "a phased model stays where it is, in its dtype, as its weights lie in its store: call to(), half() "
             "and the like on the module, before phased(module)"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's own state dict; a weight is read from the store when it is used, and not copied.
+        """Return the module's state dict; its weights are mapped from the store, and read only when used.
 
-        The next step changes these weights: save them before, or clone them.
+        The next step changes these weights: save or clone the weights before.
 
         Raises:
-            WeightsError: As ``popdist.ReplicatedModel``.
-            StoreError: If the last step is half made.
+            WeightsError: As in ``popdist.ReplicatedModel``.
+            StoreError: If the last step has begun and not ended.
         """
         check_buffers(self.module)
         if not kwargs.pop("keep_vars", False) and not self.phased_steps.is_unfinished:
@@ -173,23 +173,23 @@ class PhasedModel(WrappingModel):
         return {key: self._in_store(value) for key, value in state.items()}
 
     def _in_store(self, value: Any) -> Any:
-        """Return the tensor or object that stands for ``value`` in a state dict."""
+        """Return ``value`` as a state dict contains it: a weight from the store, another tensor detached."""
         name = self.phased_steps.run.names.get(id(value))
         if name is not None:
             return placed_as(value, self.store.weights.mapped(name))
         return value.detach() if isinstance(value, Tensor) else value
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - torch's own
-        """Load a state dict of the module into the store, and its buffers; all instances call it with the same.
+        """Load ``state_dict``, equal on all instances: the weights into the store, the buffers into the module.
 
-        A store whose last step is half made counts as whole then: load the optimizer's state, too.
+        Afterwards the model can be used again if a step has failed: load the optimizer's state, too.
 
         Returns:
             The missing and unexpected keys, as torch names them.
 
         Raises:
-            WeightsError: If ``strict`` and there are such keys, or a weight has another shape: nothing has changed
-                then.
+            WeightsError: If a weight has another shape, or if ``strict`` and keys are missing or unexpected. Then
+                nothing is changed.
         """
         run, own = self.phased_steps.run, self.module.state_dict(keep_vars=True)
         self.store.check_open()
@@ -214,18 +214,18 @@ class PhasedModel(WrappingModel):
         return type(keys)(missing, unexpected)
 
     def close(self) -> None:
-        """Release the store and its threads; the model cannot be used any more."""
+        """Close the store and end its threads; the model cannot be used any more."""
         self._close()
 
 
 def _close(run: PhasedRun) -> None:
-    """Release the store of ``run`` and its threads."""
+    """Close the memory and the store of ``run``, which trains a phased model."""
     run.memory.close()
     run.store.close()
 
 
 def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | None, int | None]:
-    """Return the bytes that a process may use or the number of phases. Raises WeightsError unless one is given."""
+    """Return the memory limit in bytes and the number of phases. Raise WeightsError unless just one is given."""
     if (phases is None) == (memory is None):
         raise WeightsError("phased() takes either phases=, how many, or memory=, how much a process may use")
     if memory is not None:
@@ -234,7 +234,7 @@ def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | N
 
 
 def _checked_layout(module: nn.Module) -> ReplicaLayout:
-    """Return the replicas of the job. Raises WeightsError if the replicas cannot train ``module`` in phases."""
+    """Return the layout of the job's replicas. Raise WeightsError if ``module`` cannot be trained in phases."""
     if not isinstance(module, nn.Module):
         raise WeightsError(f"phased() is for an nn.Module, and was given {type(module).__name__}")
     contract = context.environment().contract
@@ -255,7 +255,7 @@ def _stored(
     initialize: Initialize | None,
     weights: str | os.PathLike[str] | None,
 ) -> PhasedRun:
-    """Write the weights to a store, layer by layer; return the run, which passes and updates read from."""
+    """Write the weights of ``module`` to the store, layer by layer; return the object that trains from there."""
     if any(map(is_distributed, module.parameters())):
         give_parts_numbers()
     group = context.data_parallel_group()
@@ -289,7 +289,7 @@ def _stored(
 
 
 def _write(store: PhaseStore, group: Group, tensors: Mapping[str, Tensor]) -> None:
-    """Write weights of the first instance to the store of each host."""
+    """Write the first instance's values of the weights ``tensors`` to the store of each host."""
     parts = {name: local_part(it) for name, it in tensors.items()}
     if len(group.instances) > 1:
         broadcast_tensors(group, 0, parts.values())

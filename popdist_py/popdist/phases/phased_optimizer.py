@@ -1,6 +1,6 @@
-"""The optimizer of a model that runs phase by phase: it steps on one parameter at a time, while that is in memory.
+"""The optimizer of a phased model: it updates one parameter at a time, while this parameter is in memory.
 
-All that it keeps for a parameter lies in the model's store: tensors as they are, and small values, such as the
+The optimizer's state of a parameter lies in the model's store: tensors as they are, and small values, such as the
 number of steps, in a record.
 """
 
@@ -29,20 +29,20 @@ RECORD: Final = "record"
 """The name of the tensor that holds a parameter's small values, as JSON."""
 
 _VALUE_BYTES: Final = 64
-"""Room for a small value in a record: the longest number of torch takes 25 bytes."""
+"""The bytes of a record for each small value: the longest number of torch takes 25 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StateForm:
-    """What an optimizer keeps for parameters of one form."""
+    """The layout of the optimizer's state for parameters of one shape and dtype: tensors and small values."""
 
     tensors: dict[str, TensorForm]
-    values: State  # small ones, as a first step leaves them: tensors of one element, numbers and None
-    names: tuple[str, ...]  # of all, in the optimizer's order
+    values: State  # small values after a first step: tensors of one element, numbers and None
+    names: tuple[str, ...]  # the names of all tensors and values, in the optimizer's order
 
     @classmethod
     def of(cls, state: State, device: torch.device) -> "_StateForm":
-        """Return the form of ``state``. Raises OptimizerError if a value of ``state`` cannot lie in a store."""
+        """Return the layout of ``state``. Raise OptimizerError if a store cannot hold a value of ``state``."""
         tensors, values = dict[str, TensorForm](), State()
         for name, value in state.items():
             is_tensor = isinstance(value, Tensor)
@@ -60,30 +60,30 @@ class _StateForm:
 
     @property
     def stored(self) -> dict[str, TensorForm]:
-        """The forms of all that lies in the store."""
+        """The dtype, shape and strides of each stored tensor: the state's tensors, and its record of values."""
         length = _VALUE_BYTES * (1 + len(self.values))
         return {**self.tensors, RECORD: TensorForm(dtype=torch.uint8, shape=(length,), stride=(1,))}
 
     def fits(self, state: State) -> bool:
-        """Whether the store has room for ``state``."""
+        """Whether ``state`` has the names, shapes and dtypes for which the store has room."""
         kinds = {name: (form.shape, form.dtype) for name, form in self.tensors.items()}
         kinds |= {name: _kind_of(value) for name, value in self.values.items()}
         return {name: _kind_of(value) for name, value in state.items()} == kinds
 
     def may_load(self, saved: State) -> bool:
-        """Whether a saved state has no other names than a state here, and tensors of the same shapes."""
+        """Whether the saved state ``saved`` has only known names, and tensors of the right shapes."""
         shapes = {name: getattr(value, "shape", None) for name, value in saved.items()}
         fit = [shapes.get(name, form.shape) == form.shape for name, form in self.tensors.items()]
         return {*saved} <= {*self.names} and all(fit)
 
     def write_record(self, record: Tensor, state: State) -> None:
-        """Write the small values of a state."""
+        """Write the small values of ``state`` as JSON to ``record``, a tensor of bytes."""
         values = [state[name].item() if isinstance(state[name], Tensor) else state[name] for name in self.values]
         text = json.dumps(values).encode().ljust(len(record))
         record.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
     def read_record(self, record: Tensor) -> State | None:
-        """Return the small values in a record; None if the parameter has no state yet."""
+        """Return the small values that ``record`` holds as JSON; None if the parameter has no state yet."""
         if not record[0]:
             return None
         return {
@@ -93,47 +93,47 @@ class _StateForm:
 
 
 def _is_small(value: Tensor) -> bool:
-    """Whether a tensor is kept in memory and in a record."""
+    """Whether ``value`` has one real element, so that a record holds it."""
     return value.numel() == 1 and not value.is_complex()
 
 
 def _kind_of(value: object) -> Any:
-    """Return the shape and dtype of a value; for a small value, whether the value is a tensor."""
+    """Return the shape and dtype of a large tensor; for another value return whether the value is a tensor."""
     if isinstance(value, Tensor) and not _is_small(value):
         return tuple(value.shape), value.dtype
     return isinstance(value, Tensor)
 
 
 class _Place(NamedTuple):
-    """Where a parameter is in the groups."""
+    """The name of a parameter, its parameter group, its position in all groups, and the layout of its state."""
 
     name: str
-    position: int  # over all groups
+    position: int  # the index in all groups together
     group: int
     form: _StateForm
 
 
 class PhasedOptimizer(Optimizer):
-    """Steps with ``optimizer_class`` on one parameter at a time, while a model runs phase by phase.
+    """An optimizer for a phased model: ``optimizer_class`` updates one parameter at a time, while it is in memory.
 
     ::
 
         model = popdist.parallel.phased(model, memory="2 GB", store="/data/store")
         optimizer = popdist.parallel.PhasedOptimizer(model, torch.optim.AdamW, lr=1e-3)
 
-    The bits of the weights are those of ``optimizer_class`` on the model in memory. It is used as any optimizer,
+    The weights are bitwise equal to weights that ``optimizer_class`` trains in memory. Use it like any optimizer,
     with parameter groups, schedulers and ``state_dict``. A parameter is updated in the backward pass of a step's
     last micro batch, as soon as its gradient is complete, with the learning rate of that moment; ``step()`` waits
-    until all is written. So gradients are never in memory together, and to read ``.grad`` is an error.
+    until all is written. So gradients are never in memory together, and reading ``.grad`` raises an error.
 
     Args:
-        model: Whose parameters these are, from ``popdist.parallel.phased``. It has one optimizer at a time.
-        optimizer_class: Of torch, of ``popdist.optim`` or your own. Its update of a parameter needs that
-            parameter's tensors only, as those of SGD, the Adam family, LAMB, LARS and Muon do.
-        params: Parameters of the model, or groups of them, as torch's optimizers take them; None means all.
-        step_in_backward: False for what needs all gradients before the step: ``clip_grad_norm_``, a GradScaler.
+        model: A model from ``popdist.parallel.phased``, which has one optimizer at a time.
+        optimizer_class: A class of torch, of ``popdist.optim`` or your own. Its update of a parameter needs only
+            the tensors of this parameter, as in SGD, the Adam family, LAMB, LARS and Muon.
+        params: Parameters of the model, or parameter groups, as torch's optimizers take them; None means all.
+        step_in_backward: False if you need all gradients before the step, for ``clip_grad_norm_`` or a GradScaler.
             Gradients then go to the store, ``.grad`` reads them from there, and ``step()`` makes one pass more
-            over weights, gradients and state. Numbers may scale and clip a ``.grad`` in place.
+            over weights, gradients and state. You may scale and clip a ``.grad`` in place by numbers.
         **defaults: The keyword arguments of ``optimizer_class``.
 
     Raises:
@@ -180,10 +180,10 @@ class PhasedOptimizer(Optimizer):
         self._run.attach_optimizer(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, which is possible only when the optimizer is made.
+        """Add a parameter group to the optimizer; only the constructor can do this.
 
         Raises:
-            OptimizerError: As for the class, and later: the store has no room for more states.
+            OptimizerError: As for the class; always after the constructor: the store has no room for more states.
         """
         if self._is_complete:
             raise OptimizerError(
@@ -225,7 +225,7 @@ class PhasedOptimizer(Optimizer):
             )
 
     def _check_distributed(self, parameters: Sequence[Tensor], settings: Mapping[str, Any]) -> None:
-        """Refuse optimizers that need the whole of a DTensor, of which a part is here."""
+        """Raise OptimizerError if the optimizer needs whole parameters, but this instance has parts (DTensors)."""
         if cut := [parameter for parameter in parameters if is_distributed(parameter)]:
             if issubclass(self._optimizer_class, PieceOptimizer):
                 refuse_distributed(self._optimizer_class.__name__, cut)
@@ -234,15 +234,15 @@ class PhasedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End the step: wait until all weights and states are written; every instance calls it.
+        """End the step: wait until all instances, which all call this, have written all weights and states.
 
-        With ``step_in_backward=False`` the parameters are updated here, those whose ``.grad`` is not None.
+        With ``step_in_backward=False``, update each parameter whose ``.grad`` is not None before.
 
         Raises:
-            OptimizerError: With a closure, which would run the model once more.
+            OptimizerError: If a closure is given, which would run the model once more.
             MicroBatchError: If no ``micro_batches`` loop has ended since the last call.
             StoreError: If the store could not be read or written.
-            Exception: What the optimizer says.
+            Exception: Any error of ``optimizer_class``.
         """
         if closure is not None:
             raise OptimizerError(
@@ -257,24 +257,24 @@ class PhasedOptimizer(Optimizer):
             self.end_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's own
-        """Set every ``.grad`` to None, whatever ``set_to_none`` is: there is no memory to fill with zeros."""
+        """Set every ``.grad`` to None, also if ``set_to_none`` is False: there is no memory to fill with zeros."""
         for parameter in self._places:
             parameter.grad = None
 
     def forms_of(self, parameter: Tensor) -> dict[str, TensorForm]:
-        """Return the forms of the stored state of ``parameter``; no form if ``parameter`` is in no group."""
+        """Return the dtypes and shapes of the stored state of ``parameter``; empty without a parameter group."""
         place = self._places.get(parameter)
         return {} if place is None else place.form.stored
 
     def begin_update(self) -> None:
-        """Begin the updates of one step, with the settings that the groups have now."""
+        """Begin the updates of one step, with the current settings of the parameter groups."""
         handed = {name: it for name, it in vars(self).items() if name in OF_SCALERS}
         for stepper, group in zip(self._steppers, self.param_groups, strict=True):
             stepper.begin(settings_of(group), **handed)
 
     @torch.no_grad()
     def update(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update ``parameter``, which is in memory; ``state`` is the memory of what ``forms_of`` names."""
+        """Update ``parameter``, which is in memory, and write its new optimizer state to the tensors ``state``."""
         place = self._places[parameter]
         form, weights = place.form, local_part(parameter)
         held: State = {}
@@ -296,20 +296,20 @@ class PhasedOptimizer(Optimizer):
         form.write_record(state[RECORD], made)
 
     def end_update(self) -> None:
-        """End the updates of one step, and take over what the optimizer has set in its groups."""
+        """End the updates of one step, and copy changed settings of the optimizers to the parameter groups."""
         for stepper, group in zip(self._steppers, self.param_groups, strict=True):
             group.update(stepper.end())
 
     def _update_from_store(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update ``parameter`` by its ``.grad``, of which ``gradient`` is what the store has."""
+        """Update ``parameter`` by the stored ``gradient`` with the changes of ``.grad``, unless that is None."""
         if parameter.grad is not None:
             now = local_part(parameter.grad)
             self.update(parameter, now.apply_changes(gradient) if isinstance(now, StoredGradient) else now, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that ``optimizer_class`` would have for the model in memory.
+        """Return the state dict that ``optimizer_class`` would return for the model in memory.
 
-        Its tensors are read from the store when they are used, and the next step writes them: save it before.
+        Its tensors are read from the store only when used, and the next step changes them: save the state before.
         """
         own = self.state
         whole = {parameter: self._whole_state(parameter) for parameter in self._places}
@@ -321,11 +321,11 @@ class PhasedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state, which may be that of ``optimizer_class`` itself, into the store.
+        """Load ``state_dict`` into the store; ``optimizer_class`` itself may have saved this state.
 
         Raises:
-            OptimizerError: If it is no state, or one of another optimizer or of other settings.
-            ValueError: If it has other groups.
+            OptimizerError: If ``state_dict`` is no state, or belongs to another optimizer or other settings.
+            ValueError: If ``state_dict`` has other parameter groups.
             StoreError: If the store could not be written.
         """
         given: object = state_dict
@@ -348,7 +348,7 @@ class PhasedOptimizer(Optimizer):
             raise
 
     def _load(self, parameter: Tensor, known: _Place, settings: Mapping[str, Any], saved: State) -> None:
-        """Write the saved state of one parameter to the store, as far as it is not there."""
+        """Write the saved state of ``parameter`` to the store, except tensors that are mapped from there."""
         form = known.form
         record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8, device="cpu")
         written = {RECORD: record}
@@ -367,13 +367,13 @@ class PhasedOptimizer(Optimizer):
         self._run.write_state(parameter, written)
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a parameter's state in the store, also if the parameter was never updated."""
+        """Return the state tensors of ``parameter`` from the store, also if it was never updated."""
         stored = self._run.stored_state(parameter)
         return {name: stored[name] for name in self._places[parameter].form.tensors}
 
     @property
     def store(self) -> Any:
-        """The store of the model."""
+        """The store of the phased model, which also holds the optimizer's state."""
         return self._run.store
 
     def __reduce__(self) -> Any:
@@ -384,11 +384,11 @@ class PhasedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch's GradScaler leaves it to the optimizer to divide gradients and skip steps."""
+        """Whether the optimizer, and not torch's GradScaler, divides gradients by the scale and skips steps."""
         return any(torch_private.divides_gradients(it.optimizer) for it in self._steppers)
 
     def _whole_state(self, parameter: Tensor) -> State:
-        """Return the state of one parameter, read from the store."""
+        """Return the optimizer's state of ``parameter`` from the store; empty if it was never updated."""
         form, stored = self._places[parameter].form, self._run.stored_state(parameter)
         values = form.read_record(stored[RECORD])
         if values is None:
@@ -398,7 +398,7 @@ class PhasedOptimizer(Optimizer):
         }
 
     def _refuse_state(self, place: _Place, state: State) -> NoReturn:
-        """Refuse a state that has not the form for which the store has room."""
+        """Raise OptimizerError: ``state`` has other names, shapes or dtypes than the store has room for."""
         raise OptimizerError(
             f"{self._optimizer_class.__name__} has {_in_words(state)} for {place.name}, and the store has room "
             f"for {_in_words(dict.fromkeys(place.form.names))}, as PhasedOptimizer was made with other settings: "
@@ -417,7 +417,7 @@ def _in_words(state: State) -> str:
 
 
 def _form_of_state(stepper: OneByOne, form: TensorForm, device: torch.device) -> _StateForm:
-    """Return the form of the state that a step leaves for a parameter."""
+    """Return the layout of the state that a first step makes for a parameter of dtype and shape ``form``."""
     weights, gradient = (
         form.view(torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)) for _ in range(2)
     )

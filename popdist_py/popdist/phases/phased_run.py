@@ -1,4 +1,4 @@
-"""Passes of a phased model on this instance: which weights come when, and where the optimizer's state lies."""
+"""Passes of a phased model on one instance: which weights are read when, and where the optimizer's state lies."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from popdist.phases.phased_optimizer import PhasedOptimizer
 
 Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
-"""Updates a parameter by its gradient, with the memory of the optimizer's state for it."""
+"""A function that updates a parameter, given its gradient and the tensors of its optimizer state."""
 
 
 class StepGradientUse(Protocol):
-    """How one step uses its gradients in the backward pass."""
+    """The protocol of an object that uses the gradients of one step while the backward pass runs."""
 
     def wanted_back(self, piece: PhasePiece) -> Wanted:
-        """Return what a backward pass, or one of updates, needs of ``piece`` beside its weights."""
+        """Return the stored tensors that a backward pass or an update needs beside the weights of ``piece``."""
 
     def use_complete(self, pieces: Iterable[PhasePiece]) -> None:
-        """Use the gradients of ``pieces``, which are complete in the micro batch that runs."""
+        """Use the gradients of the weights ``pieces``, which are complete in the running micro batch."""
 
 
 class PhasedRun:
-    """The passes of one model, of which one step at a time is trained.
+    """The layers, the memory, the store and the gradients that the passes of one phased model use.
 
     Attributes:
-        names: The name of each weight, by its identity.
+        names: The name of each weight, by the ``id()`` of its parameter.
         owned: The names of the weights that this instance updates.
-        optimizer: The model's optimizer, if there was one.
-        gradients: Those of the step that runs or ran last.
-        order: The indices of the units, as the first forward pass called them here.
-        agreed_order: The same of the first instance that has called units; None before the first step.
+        optimizer: A weak reference to the model's optimizer; None before there was an optimizer.
+        gradients: The gradients of the step that runs or ran last.
+        order: The indices of the layers, in the order in which this instance's first forward pass called them.
+        agreed_order: The order of the first instance that has called layers; None before the first step.
     """
 
     def __init__(self, layers: PhasedLayers, store: PhaseStore, group: Group, layout: ReplicaLayout) -> None:
@@ -71,7 +71,7 @@ class PhasedRun:
         return {} if self.gradients is None else self.gradients.wanted_back(piece)
 
     def cut(self, num_phases: int) -> None:
-        """Have so many phases of about equal bytes, or as many as there are layers."""
+        """Divide the layers into ``num_phases`` phases of about equal bytes; fewer if there are fewer layers."""
         sizes = [
             float(sum(self.memory.size("weights", piece.index) for piece in unit.pieces))
             for unit in self.layers.units
@@ -81,7 +81,7 @@ class PhasedRun:
 
     @contextmanager
     def running(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """Return a context in which the weights of ``unit`` are in memory."""
+        """A context in which the layer ``unit`` computes, with its weights in memory."""
         if unit.index not in self.order:
             self.order.append(unit.index)
         self.bring(unit, backward=backward)
@@ -89,26 +89,26 @@ class PhasedRun:
             yield
 
     def bring(self, unit: Unit, *, backward: bool = False) -> None:
-        """Have the weights of ``unit`` in memory until another unit needs its place."""
+        """Read the weights of the layer ``unit`` into memory; they stay until another phase needs the memory."""
         self.store.check_open()
         returns = self.calls.micro_batch is not None
         self.memory.enter(self.memory.phase_of(unit.index), backward=backward, will_return=returns)
 
     def end_call(self, unit: Unit, cache: object) -> None:
-        """Use the gradients that are complete now."""
+        """Count a backward pass of the layer ``unit``, and use the gradients that are complete now."""
         complete = self.calls.end(unit, cache)
         if self.gradients is not None:
             self.gradients.use_complete(complete)
 
     def check_unwritten(self) -> None:
-        """Check that nobody but the optimizer has written weights."""
+        """Check that only the optimizer has written weights. Raise WeightsError if the program has."""
         written = [name for piece in self.layers.pieces for name, it in piece.named if is_written(it)]
         if written:
             self.memory.forget("weights", self.layers.pieces)
             raise written_error(written[0])
 
     def optimizer_now(self) -> "PhasedOptimizer":
-        """Return the optimizer; an OptimizerError if there is none."""
+        """Return the optimizer of the model. Raise OptimizerError if there is none."""
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is None:
             raise OptimizerError(
@@ -118,7 +118,7 @@ class PhasedRun:
         return optimizer
 
     def attach_optimizer(self, optimizer: "PhasedOptimizer") -> None:
-        """Make room for the state of ``optimizer``; all instances call it."""
+        """Make room in the store and in memory for the state of ``optimizer``; all instances make this call."""
         self.store.check_open()
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
@@ -137,40 +137,40 @@ class PhasedRun:
         self.memory.place_anew()
 
     def form_of(self, parameter: Parameter) -> TensorForm:
-        """Return the form of a weight, or of this instance's part of the weight."""
+        """Return the dtype, shape and strides of a weight, or of this instance's part of a weight."""
         return self.store.weights.forms[self.names[id(parameter)]]
 
     def stored_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Return the tensors of the optimizer's state for ``parameter`` that are in the store."""
+        """Return the tensors of the optimizer's state for ``parameter``, mapped from the store."""
         self.memory.wait()
         name, state = self.names[id(parameter)], self.store.tensors["state"]
         return {key: state.mapped(f"{name}/{key}") for key in self.optimizer_now().forms_of(parameter)}
 
     def write_state(self, parameter: Parameter, written: Mapping[str, Tensor]) -> None:
-        """Write tensors of the optimizer's state for ``parameter`` to the store."""
+        """Write the tensors ``written`` of the optimizer's state for ``parameter`` to the store."""
         name, state = self.names[id(parameter)], self.store.tensors["state"]
         for key, value in written.items():
             state.write(f"{name}/{key}", value)
         self.memory.forget("state", [it for it in self.layers.pieces if name in it.names])
 
     def reload(self) -> None:
-        """Read all weights anew, because the weights in the store have changed, and mark the store as whole."""
+        """Read all weights from the store again when needed, and mark the store as not torn: weights are new."""
         self.store.end_step()
         self.memory.forget("weights", self.layers.pieces)
 
 
 def deal(units: Sequence[Mapping[str, int]], num_instances: int) -> dict[str, int]:
-    """Give each parameter to one of a host's instances; within each unit they get about as many bytes.
+    """Give each parameter to one instance of a host, so that each instance has about equal bytes of each unit.
 
-    A unit maps the names of its parameters to their bytes. The largest ones are dealt first, each to the instance
-    that has least: of this unit, then of all, then the first.
+    Each of ``units``, the layers, maps parameter names to bytes. The largest parameter is dealt first, to the
+    instance that has least bytes of this unit; if instances are equal, least bytes of all, then to the first.
     """
     owners: dict[str, int] = {}
     in_all = [0] * num_instances
     for unit in units:
         in_unit = [0] * num_instances
         for name in sorted(unit, key=lambda name: -unit[name]):
-            if name in owners:  # tied with a parameter of an earlier unit
+            if name in owners:  # an earlier unit has the same parameter
                 continue
             owner = min(range(num_instances), key=lambda index: (in_unit[index], in_all[index], index))
             owners[name] = owner

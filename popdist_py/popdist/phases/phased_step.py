@@ -1,7 +1,7 @@
-"""The steps of a phased model: gradients are added, and weights updated, layer by layer.
+"""The steps of a phased model: gradients are added and weights are updated layer by layer.
 
-In the last micro batch of a step a gradient is added over all replicas, and its weights are updated, as soon as no
-layer adds to it any more; all instances do so in one order.
+In the last micro batch of a step, as soon as a gradient is complete, it is added over all replicas, and its weight
+is updated; all instances do so in the same order.
 """
 
 from collections import deque
@@ -35,27 +35,27 @@ from popdist.step.training.step import LoneStep, Step
 
 
 class PhasedSteps(ModelSteps):
-    """The steps of a phased model: each is a loop over micro batches, and the optimizer's step behind it."""
+    """The training steps of a phased model; a step is a loop over micro batches and then the optimizer's step."""
 
     make_checks: ClassVar[CheckMaker] = lambda *_: ModelChecks()
 
     def __init__(self, module: nn.Module, layout: ReplicaLayout, *, seed: int | None, run: PhasedRun) -> None:
         self.run = run
-        self.running: PhasedGradients | None = None  # the step whose optimizer's step has not ended
+        self.running: PhasedGradients | None = None  # the step before its optimizer's step has ended
         super().__init__(module, layout, seed=seed, checks_finite=False, gradient_dtype=None, norm_size=1)
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a loop has ended, and the optimizer's step has not."""
+        """Whether a loop over micro batches has ended, but the optimizer's step has not."""
         return self.running is not None and not self.running.is_open
 
     def check_same(self) -> None:
-        """Check that the module has the parameters and layers that it had, as they were."""
+        """Check that the module has the layers and parameters that it had at the start, with no outside writes."""
         check_same(self.run.layers, self.module, self.run.store.weights.forms)
         self.run.check_unwritten()
 
     def check_forward(self) -> None:
-        """Check that all weights are those of one step."""
+        """Check that a forward pass is allowed now: all weights must belong to the same step."""
         if self.run.store.is_torn and self.running is not None:
             raise BatchError(
                 "a forward pass of a phased model after the backward pass of a step's last micro batch, which "
@@ -65,7 +65,7 @@ class PhasedSteps(ModelSteps):
         self.run.check_unwritten()
 
     def _check_ready(self) -> None:
-        """Check that a step may begin."""
+        """Check that a new step may begin, and set every ``.grad`` to None."""
         self.check_same()
         optimizer = self.run.optimizer_now()
         left = [it for piece in self.run.layers.pieces for it in piece.parameters if it.grad is not None]
@@ -102,15 +102,12 @@ class PhasedSteps(ModelSteps):
         return step, contents, counts
 
     def abandon(self, *, index: int | None = None) -> None:
-        """End the step, if there is one, without a gradient on any instance. Never raises."""
+        """End the running step, if there is one, without a gradient on any instance. Never raises."""
         self.running = self.running if self.step is None else None
         super().abandon(index=index)
 
     def finish_step(self, update: Update | None = None) -> None:
-        """End the optimizer's step: wait until all instances have written all weights.
-
-        ``update`` updates those whose gradients are in the store.
-        """
+        """End the optimizer's step: update weights from stored gradients by ``update``, wait for all instances."""
         run = self.run
         run.store.check_open()
         if self.running is None or self.running.is_open:
@@ -130,34 +127,34 @@ class PhasedSteps(ModelSteps):
 
 
 class PhasedLoop(NamedTuple):
-    """One loop over micro batches."""
+    """One loop over the micro batches of a step, with the weights of the micro batches."""
 
     agreement: StepAgreement
     reduction: MeanOrSum
-    weights: Sequence[float]  # of this instance's micro batches
-    last: int | None  # the last one that has samples
+    weights: Sequence[float]  # the weight of each micro batch of this instance
+    last: int | None  # the index of the last micro batch that has samples
 
 
 class PhasedGradients(GradientKeeper):
-    """The gradients of one step of a phased model, each of which is used as soon as it is complete."""
+    """The gradients of one step of a phased model; each gradient is used as soon as it is complete."""
 
     _loop: PhasedLoop
     trained: list[PhasePiece]
 
     def __init__(self, run: PhasedRun, accumulation: int) -> None:
-        super().__init__(GradientLayout(()))  # when the step ends, none is in memory
+        super().__init__(GradientLayout(()))  # when the step ends, no gradient is in memory
         self.is_open = False
         self._run = run
         self._accumulation = accumulation
-        self._sums: dict[int, PieceSum] = {}  # by piece
+        self._sums: dict[int, PieceSum] = {}  # by the index of the piece
         self._complete: set[int] = set()  # pieces whose gradients are complete in this micro batch
-        self._left: deque[PhasePiece] | None = None  # whose gradients are not final, in the order of all instances
+        self._left: deque[PhasePiece] | None = None  # pieces without final gradients, in the agreed order
         self._used: list[Parameter] = []
-        self._number: int | None = None  # of the micro batch that runs, or ran last
-        self._over: float | None = None  # what sums are divided by; None while no gradient is final
+        self._number: int | None = None  # the index of the micro batch that runs, or ran last
+        self._over: float | None = None  # the divisor of the sums; None while no gradient is final
 
     def begin_loop(self, loop: PhasedLoop) -> None:
-        """Begin the loop over micro batches."""
+        """Begin the loop over the micro batches of a step, and make room for sums of gradients."""
         run, group = self._run, self._run.sums.group
         self._loop, self.is_open = loop, True
         self.trained = [piece for piece in run.layers.pieces if piece.is_trained]
@@ -173,11 +170,11 @@ class PhasedGradients(GradientKeeper):
         run.budget.begin_step(len(loop.weights), updates_apart=not run.optimizer_now().step_in_backward)
 
     def _times(self, number: int) -> float:
-        """Return the factor of the gradients of micro batch ``number``."""
+        """Return the factor by which the gradients of micro batch ``number`` are multiplied."""
         return self._loop.weights[number] / self._loop.agreement.weight_scale()
 
     def _make_room(self, gradients: Mapping[int, PieceGradient], num_planes: int) -> None:
-        """Have room in the store for so many sums of each piece, and in memory for one."""
+        """Make room for ``num_planes`` gradient sums of each piece in the store, and for one sum in memory."""
         run, store = self._run, self._run.store
         forms = {
             f"{plane}/{index}": TensorForm(dtype=torch.uint8, shape=(gradient.num_bytes,), stride=(1,))
@@ -198,13 +195,13 @@ class PhasedGradients(GradientKeeper):
         run.memory.place_anew()
 
     def begin_micro_batch(self, index: int, weight: float) -> None:  # noqa: ARG002 - the loop has it
-        """Begin micro batch ``index``, which has samples."""
+        """Begin the micro batch with the index ``index``, which has samples."""
         self._number = index
         self._run.calls.begin_micro_batch()
         self._complete.clear()
 
     def add(self, index: int, weight: float, scale: float) -> None:  # noqa: ARG002 - the loop has them
-        """Add the gradients that are left: layers that were not called, or not passed back, add nothing more."""
+        """End a micro batch: add gradients that no backward pass has completed, such as those of unused layers."""
         self._run.calls.end_micro_batch()
         if index != self._loop.last:
             for piece in self.trained:
@@ -213,7 +210,7 @@ class PhasedGradients(GradientKeeper):
         self._run.memory.begin_writing()
 
     def use_complete(self, pieces: Iterable[PhasePiece]) -> None:
-        """Use the gradients of ``pieces``, which are complete in the micro batch that runs."""
+        """Use the gradients of the weights ``pieces``, which are complete in the running micro batch."""
         for piece in pieces:
             if piece.index in self._sums and self._number is not None:
                 self._complete.add(piece.index)
@@ -223,11 +220,11 @@ class PhasedGradients(GradientKeeper):
                     self._make_final()
 
     def complete(self) -> None:
-        """Make all gradients final."""
+        """End the loop: add the remaining gradients over all replicas, and use them."""
         run, optimizer = self._run, self._run.optimizer_now()
         self._complete = set(self._sums)
         self._make_final()
-        self.is_open = False  # nobody waits for gradients any more
+        self.is_open = False
         if optimizer.step_in_backward:
             optimizer.end_update()
         else:
@@ -236,7 +233,7 @@ class PhasedGradients(GradientKeeper):
         self._show_gradients()
 
     def clear(self) -> None:
-        """Set every ``.grad`` to None."""
+        """End the loop without a step, and set every ``.grad`` to None."""
         self.is_open = False
         self._run.calls.end_micro_batch()
         for piece in self._run.layers.pieces:
@@ -244,7 +241,7 @@ class PhasedGradients(GradientKeeper):
                 parameter.grad = None
 
     def wanted_back(self, piece: PhasePiece) -> Wanted:
-        """Return what a backward pass, or one of updates, needs of ``piece`` beside its weights."""
+        """Return the stored tensors that a backward pass or an update needs beside the weights of ``piece``."""
         if piece.index not in self._sums:
             return {}
         optimizer, addresses = self._run.optimizer_now(), self._run.memory.addresses
@@ -257,16 +254,16 @@ class PhasedGradients(GradientKeeper):
         return wanted | ({sums: addresses[sums][0]} if sums in addresses else {})
 
     def _enter(self, piece: PhasePiece) -> None:
-        """Have the phase in memory in which the gradient of ``piece`` is complete."""
+        """Read the phase into memory whose backward pass completes the gradients of ``piece``."""
         self._run.memory.enter(self._run.memory.last_phase(piece), backward=True)
 
     def _push(self, piece: PhasePiece, number: int) -> None:
-        """Add the gradients of micro batch ``number``, which is not the last one, to the sums that wait."""
+        """Add the gradients of ``piece`` in micro batch ``number``, which is not the last, to the waiting sums."""
         self._enter(piece)
         self._sums[piece.index].push(number, number + 1)
 
     def _make_final(self) -> None:
-        """Make those gradients final that are complete, in the order that all instances have."""
+        """Add complete gradients over all replicas and use them, in the order that all instances have agreed."""
         left = self._left = self._agreed_order() if self._left is None else self._left
         while left and left[0].index in self._complete:
             over = self._over = self._begin_updates() if self._over is None else self._over
@@ -276,7 +273,7 @@ class PhasedGradients(GradientKeeper):
             left.popleft()
 
     def _agreed_order(self) -> deque[PhasePiece]:
-        """Return all pieces in one order on all instances: the layers of the first forward pass, backwards."""
+        """Return all trained weights in the reverse order of the first forward pass, equal on all instances."""
         run = self._run
         if run.agreed_order is None:
             self._loop.agreement.arrive(len(self.trained))
@@ -290,7 +287,7 @@ class PhasedGradients(GradientKeeper):
         )
 
     def _begin_updates(self) -> float:
-        """Learn what all micro batches of the job weigh: what sums are divided by. Weights are updated now."""
+        """Exchange the weights of all micro batches, begin the updates, and return the divisor of the sums."""
         run, optimizer, loop = self._run, self._run.optimizer_now(), self._loop
         instance = run.sums.group.backend.instance_index
         *_, weights = held_weights(run.sums.layout, instance, self._accumulation, loop.weights)
@@ -309,7 +306,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _sum_over_job(self, own: PieceSum, over: float) -> None:
-        """Set every ``.grad`` of a piece to that of all replicas."""
+        """Set every ``.grad`` of one piece to the sum over all replicas, divided by ``over``."""
         sums, loop = self._run.sums, self._loop
         is_lone = len(loop.weights) == sums.layout.num_replicas == 1
         if is_lone and (loop.reduction == "mean" or loop.weights[0] == 1):
@@ -323,7 +320,7 @@ class PhasedGradients(GradientKeeper):
         own.gradient.layout.set_gradients(own.gradient.gradient(nodes[0]), used)
 
     def _use(self, piece: PhasePiece) -> None:
-        """Update the weights of ``piece`` by their gradients, or keep these in the store."""
+        """Update the weights of ``piece`` by their gradients, or write the gradients to the store for later."""
         optimizer = self._run.optimizer_now()
         gradients = {it: it.grad for it in piece.parameters if it.grad is not None and optimizer.forms_of(it)}
         if optimizer.step_in_backward:
@@ -336,7 +333,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor], update: Update) -> None:
-        """Update those weights of ``piece`` that this instance owns, and write them behind."""
+        """Update the weights of ``piece`` that this instance owns, and have them written to the store later."""
         run, optimizer, memory = self._run, self._run.optimizer_now(), self._run.memory
         own = {it: name for name, it in piece.named if name in run.owned and optimizer.forms_of(it)}
         mine = {it: name for it, name in own.items() if it in gradients}
@@ -345,7 +342,7 @@ class PhasedGradients(GradientKeeper):
         at = MemoryPlace("weights", piece.index)
         state_at = MemoryPlace("state", piece.index)
         (weights,), (state,) = memory.addresses[at], memory.addresses[state_at]
-        memory.room(at)  # waits for what is still written of them
+        memory.room(at)  # waits until no earlier write reads the weights
         is_new = len(mine) == len(own) and optimizer.state.keys().isdisjoint(own)
         views = state.views(memory.room(state_at) if is_new else memory.load(state_at, state))
         for parameter, name in mine.items():
@@ -357,10 +354,10 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _keep(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
-        """Write the gradients of ``piece`` behind."""
+        """Copy the gradients of ``piece`` to the memory from which a thread writes them to the store."""
         memory = self._run.memory
         parts = {self._run.names[id(it)]: local_part(gradient) for it, gradient in gradients.items()}
-        if len(self._loop.weights) > 1:  # what was added may lie in the memory in which it is to wait
+        if len(self._loop.weights) > 1:  # the added gradients may lie in the memory that is filled here
             parts = {name: part.clone() for name, part in parts.items()}
         place = MemoryPlace("sum", piece.index)
         kept = memory.addresses[place][0]
@@ -370,7 +367,7 @@ class PhasedGradients(GradientKeeper):
         memory.write_behind(place, kept)
 
     def _show_gradients(self) -> None:
-        """Let each ``.grad`` stand for the one that was used: only now, as small tensors would scatter memory."""
+        """Set each used ``.grad`` to a tensor without memory, which reads the store or raises an error."""
         is_updated = self._run.optimizer_now().step_in_backward
         for parameter in self._used:
             name = self._run.names[id(parameter)]
@@ -388,7 +385,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def update_phases(self, update: Update) -> None:
-        """Update all weights whose gradients are in the store, phase by phase."""
+        """Update all weights whose gradients are in the store by ``update``, phase by phase."""
         run = self._run
         run.store.begin_step(run.store.step + 1)
         for piece in self._agreed_order():

@@ -1,7 +1,7 @@
-"""Sums of gradients of a few parameters at a time, in the order in which those of a whole model are added.
+"""Sums of the gradients of some parameters, added in the same order as the gradients of a whole model.
 
-Of the sums that cannot be added further yet the newest is in memory, and the others wait in a store: they make a
-stack, of which each micro batch takes some from the top.
+Partial sums that wait for further gradients form a stack. The newest sum is in memory, the others are in the
+store; each micro batch adds some sums at the top of the stack.
 """
 
 import operator
@@ -30,13 +30,13 @@ from popdist.phases.phase_store import StoredTensors
 _LINE_BYTES: Final = 64
 
 _CHUNKS: Final = (1 << 12, 1 << 16, 1 << 20)
-"""Lengths of what the instances add at once: memory that they share is of one of these sizes."""
+"""The possible numbers of elements that the instances add at once, in memory of this size that they share."""
 
 
 def held_weights(
     layout: ReplicaLayout, instance: int, accumulation: int, weights: Sequence[float]
 ) -> Iterator[list[float]]:
-    """Yield what an instance holds after each of its micro batches: their weights, added as gradients are."""
+    """Yield, after each micro batch of ``instance``, the weights of its partial sums, added like gradients."""
     of_job: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=layout.replicas_of(instance).start)
     for begin in range(0, len(weights), accumulation):
         of_replica: TreeSum[float] = TreeSum(accumulation, operator.add)
@@ -50,9 +50,9 @@ def held_weights(
 
 @lru_cache(maxsize=16)
 def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[tuple[int, ...], int]:
-    """Return for each micro batch of an instance the number of earlier sums to which its gradient is added.
+    """Return for each micro batch of an instance the number of waiting sums to which its gradient is added.
 
-    Also return the most sums that wait on any instance while a micro batch computes.
+    Also return the largest number of sums that wait on any instance while a micro batch computes.
     """
     weights = [0.0] * layout.num_local_replicas * accumulation
     depths = [
@@ -63,7 +63,7 @@ def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[
 
 
 class PieceGradient:
-    """The gradient of some parameters in flat memory of bytes."""
+    """The layout of some parameters' gradients in one flat tensor of bytes."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self._parameters = dict(named_parameters)
@@ -77,33 +77,33 @@ class PieceGradient:
 
     @property
     def is_there(self) -> bool:
-        """Whether one of the parameters has a ``.grad``."""
+        """Whether at least one of the parameters has a ``.grad``."""
         return any(it.grad is not None for it in self._parameters.values())
 
     def make(self, *, zeros: bool = False) -> Tensor:
-        """Memory for it."""
+        """Return a new tensor of bytes for the gradients, without values or, with ``zeros``, full of zeros."""
         device = next(iter(self._parameters.values())).device
         make = torch.zeros if zeros else torch.empty
         return make(self.num_bytes, dtype=torch.uint8, device=device)
 
     def parts(self, memory: Tensor) -> FlatTensors:
-        """The flat buffers in ``memory``."""
+        """Return the flat buffers of gradients, one for each dtype, as views of the tensor of bytes ``memory``."""
         return [memory[begin:end].view(dtype) for begin, end, dtype in self._places]
 
     def gradient(self, memory: Tensor) -> FlatGradient:
-        """The gradients in ``memory``, parameter by parameter."""
+        """Return the gradients of the parameters as views of the tensor of bytes ``memory``."""
         return self.layout.make_wide(self.parts(memory))
 
     @torch.no_grad()
     def add(self, left: Tensor, right: Tensor | None) -> None:
-        """Add ``right``, or zeros for None, to ``left``."""
+        """Add the gradients in ``right``, or zeros if ``right`` is None, to the gradients in ``left``."""
         parts = self.parts(left)
         for total, part in zip(parts, parts if right is None else self.parts(right), strict=True):
             total.add_(0.0 if right is None else part)
 
 
 class InstanceSums:
-    """The sum over the instances of what each has added of the tree, in pieces of a bounded size."""
+    """An adder of the instances' partial sums of gradients, which takes pieces of a limited size."""
 
     def __init__(self, group: Group, layout: ReplicaLayout) -> None:
         self.group = group
@@ -113,7 +113,7 @@ class InstanceSums:
 
     @torch.no_grad()
     def add(self, own: Sequence[Tensor]) -> None:
-        """Overwrite the first of ``own``, flat partial sums, with the sum of all instances; all call it alike."""
+        """Add all instances' partial sums ``own``, and write the result to ``own[0]``; all make this call."""
         length, begin = len(own[0]), 0
         while begin < length:
             size = next((it for it in _CHUNKS if it >= length - begin), _CHUNKS[-1])
@@ -126,7 +126,7 @@ class InstanceSums:
             begin = stop
 
     def _sum_of(self, size: int, like: Tensor) -> tuple[RepeatedSum, list[FlatTensors]]:
-        """Return the repeated sum of flat tensors of ``size``, and room for the nodes of the sum."""
+        """Return the sum for tensors of ``size`` elements, and buffers for this instance's partial sums."""
         if (size, like.dtype) not in self._sums:
             rooms = [[torch.zeros(size, dtype=like.dtype, device=like.device)] for _ in self._nodes]
             self._sums[size, like.dtype] = RepeatedSum(), rooms
@@ -134,7 +134,7 @@ class InstanceSums:
 
 
 class PieceSum:
-    """The gradient of one piece in one step, as far as it is added on this instance."""
+    """The sum of one piece's gradients in one step, as far as this instance has added the gradients."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class PieceSum:
         planes: Sequence[StoredTensors],
         memory: PhaseMemory,
     ) -> None:
-        """``planes`` are where sums wait that come to ``place``; ``times`` gives the factor of a micro batch."""
+        """Make a sum: ``planes`` of the store hold waiting sums, ``times`` returns a micro batch's factor."""
         self.gradient = gradient
         self._merges = merges
         self._times = times
@@ -153,18 +153,18 @@ class PieceSum:
         self._planes = planes
         self._memory = memory
         self.used = 0  # bit i: whether the i-th parameter had a gradient on this instance
-        self._waiting: list[bool] = []  # False for zeros
+        self._waiting: list[bool] = []  # for each waiting sum whether it is not zero
         self._position = 0
 
     def awaited(self, number: int) -> Wanted:
-        """Return the sum that is needed first when micro batch ``number`` is added, if there is one."""
+        """Return the stored sum to which micro batch ``number`` is added first; empty if there is no sum."""
         is_needed = self._waiting and self._waiting[-1] and self._merges[number]
         return {self._place: self._planes[len(self._waiting) - 1]} if is_needed else {}
 
     def push(self, number: int | None, stop: int) -> Tensor | None:
-        """Add what micro batch ``number`` has left in ``.grad``, and zeros for all others before ``stop``.
+        """Add the ``.grad`` of micro batch ``number``, and zeros for each other micro batch before ``stop``.
 
-        Gives the newest sum, and None for zeros.
+        Return the newest sum; None if the sum is zero.
         """
         value: Tensor | None = None
         for position in range(self._position, stop):
@@ -175,7 +175,7 @@ class PieceSum:
         return value
 
     def total(self, number: int | None) -> list[Tensor]:
-        """What this instance has added, ``number`` being its last micro batch with samples: nodes of the tree."""
+        """Return this instance's sums, nodes of the tree; ``number`` is its last micro batch with samples."""
         value = self.push(number, len(self._merges))
         found: list[Tensor | None] = []
         for plane, is_there in enumerate(self._waiting):
@@ -185,7 +185,7 @@ class PieceSum:
         return [self.gradient.make(zeros=True) if it is None else it for it in (*found, value)]
 
     def _added(self, position: int, *, has_gradient: bool) -> Tensor | None:
-        """Return the sum that a micro batch completes, in memory; None for zeros."""
+        """Add micro batch ``position`` to the waiting sums that it completes; return the sum, None for zeros."""
         gradient, merges = self.gradient, self._merges[position]
         value: Tensor | None = None
         times = self._times(position) if has_gradient else 0.0
@@ -209,11 +209,11 @@ class PieceSum:
         return bool(self._planes) and self._memory.is_room(self._place, value)
 
     def _own_copy(self, value: Tensor | None) -> Tensor | None:
-        """Return ``value``, or a copy if ``value`` lies where the next sum is read."""
+        """Return ``value``; a copy if ``value`` lies in the memory into which the next sum is read."""
         return value.clone() if value is not None and self._is_in_room(value) else value
 
     def _put_aside(self, value: Tensor | None) -> None:
-        """Let a sum wait, None for zeros."""
+        """Put the sum ``value``, None for zeros, on the stack of sums that wait for later micro batches."""
         if value is not None:
             if not self._is_in_room(value):
                 self._memory.room(self._place)[: len(value)].copy_(value)

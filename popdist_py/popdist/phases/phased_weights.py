@@ -1,6 +1,6 @@
-"""The weights of a model, a few layers at a time: made without the whole model ever being in memory.
+"""Make the weights of a model a few layers at a time, so that the whole model is never in memory.
 
-They come from a model in memory, from safetensors files, or from the modules of a model on the meta device.
+The weights come from a model in memory, from safetensors files, or from the modules of a model on the meta device.
 """
 
 import json
@@ -19,10 +19,10 @@ from popdist.errors import WeightsError, name_first
 from popdist.ground.torch_private import num_writes
 
 Initialize: TypeAlias = Callable[[nn.Module], object]
-"""Sets the weights of one module, of those that it knows."""
+"""A function that sets the weights of one module, if it knows the kind of this module."""
 
 _SHOWN: Final = 5
-"""So many names stand in an error."""
+"""The largest number of names in an error message."""
 
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -34,22 +34,22 @@ def unit_weights(
     initialize: Initialize | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Make the weights of ``units``, modules of ``model``, one after another.
+    """Make the weights of the modules ``units`` of ``model`` one after another, and yield them by name.
 
-    Each dict has the tensors of a unit, or of a part of one, by the names of ``model.named_parameters()``;
-    together they have each parameter of the units once. From then on the model has them, until the caller gives
-    the parameters other data. What is outside the units stays in the model. Parameters on the meta device become
-    other objects, tied as before. What nothing sets is refused by name.
+    Each dict has the tensors of a unit, or of a part of a unit, by the names of ``model.named_parameters()``;
+    all dicts together have each parameter of the units once. The model keeps the tensors until the caller gives
+    the parameters other data. Tensors outside the units stay in the model. Parameters on the meta device become
+    other objects, tied as before. Raises WeightsError with the names of tensors that nothing sets.
 
     The order is that of ``model.apply``: children first. A model in memory draws the same random numbers, unless
-    its constructors draw in another order. Of a tied parameter the values of its first module are taken.
+    its constructors draw in another order. A tied parameter has the values of its first module.
     """
     files = None if weights is None else _Files(Path(weights), model)
     return _Maker(model, initialize, files).made(units)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers of ``model`` to ``device``; one that several modules have stays one."""
+    """Move all buffers of ``model`` to ``device``; a buffer that several modules share stays one buffer."""
     moved = {buffer: buffer.to(device) for buffer in model.buffers()}
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
@@ -57,7 +57,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 class _Maker:
-    """Makes the tensors of a model, some modules at a time."""
+    """A maker of the parameters and buffers of a model, which makes the tensors of some modules at a time."""
 
     def __init__(self, model: nn.Module, initialize: Initialize | None, files: "_Files | None") -> None:
         self._model = model
@@ -73,7 +73,7 @@ class _Maker:
         self._made: set[str] = set()
 
     def made(self, units: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
-        """Make all, and give those of ``units``."""
+        """Make all tensors of the model, and yield the parameters of each of ``units`` by name."""
         numbers = {unit: number for number, unit in enumerate(units)}
         order = _in_order(self._model, None, numbers, set())
         for number, group in groupby(order, itemgetter(1)):
@@ -83,7 +83,7 @@ class _Maker:
                 yield {name: self._now(name).detach() for name in names}
 
     def _make(self, modules: list[nn.Module], *, is_unit: bool) -> list[str]:
-        """Make the tensors of ``modules`` that are not made yet; the names of the parameters among them."""
+        """Make the tensors of ``modules`` that are not made yet; return the names of the parameters among them."""
         names = dict.fromkeys(self._names[module, key] for module in modules for key, _ in _tensors_of(module))
         new = [name for name in names if name not in self._made]
         self._made.update(new)
@@ -101,7 +101,7 @@ class _Maker:
         return [name for name in new if isinstance(self._now(name), nn.Parameter)]
 
     def _call(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]], *, is_unit: bool) -> None:
-        """Have the modules set their blank tensors."""
+        """Call ``initialize`` or ``reset_parameters()`` for modules with blank tensors, to set their values."""
         for module in modules:
             has_blank = any(self._names.get((module, key)) in blank for key, _ in _tensors_of(module))
             if self._initialize is not None and (is_unit or has_blank):
@@ -113,7 +113,7 @@ class _Maker:
     def _others_replaced(
         self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]
     ) -> Iterator[None]:
-        """Give the modules other memory for what is made already, and afterwards what they had.
+        """A context in which tensors that are already made are replaced, so that a reset does not change them.
 
         A module sets all of its tensors, and draws random numbers for each.
         """
@@ -130,7 +130,7 @@ class _Maker:
             setattr(module, key, tensor)
 
     def _refuse_unset(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Refuse tensors that nothing has written, and those that are no parameters or buffers."""
+        """Raise WeightsError if nothing has written a tensor of ``blank``, or a plain attribute has no memory."""
         left = [name for name, before in blank.items() if not _is_written(self._now(name), *before)]
         left += [
             f"{key} (an attribute of {type(module).__name__})"
@@ -146,13 +146,13 @@ class _Maker:
             )
 
     def _now(self, name: str) -> Tensor:
-        """Return the tensor that the model has under ``name``."""
+        """Return the tensor that the model has now under the name ``name``."""
         module, key = self._holders[name][0]
         tensor: Tensor = getattr(module, key)
         return tensor
 
     def _set(self, name: str, data: Tensor) -> None:
-        """Give all that hold a tensor ``data`` in its place; a parameter in memory stays the same object."""
+        """Replace the tensor ``name`` by ``data`` in all modules; a parameter in memory stays the same object."""
         tensor = self._now(name)
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = data.to(tensor.device)
@@ -165,7 +165,7 @@ class _Maker:
 def _in_order(
     module: nn.Module, unit: int | None, units: Mapping[nn.Module, int], seen: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, int | None]]:
-    """Yield each module once, after its children, and the number of the innermost unit around the module."""
+    """Yield each module after its children, with the index of the innermost unit (layer) that contains it."""
     seen.add(module)
     unit = units.get(module, unit)
     for child in module.children():
@@ -175,7 +175,7 @@ def _in_order(
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers that a module holds itself."""
+    """Return the parameters and buffers that ``module`` holds itself, not in its children, by name."""
     return [
         *module.named_parameters(recurse=False, remove_duplicate=False),
         *module.named_buffers(recurse=False, remove_duplicate=False),
@@ -183,13 +183,13 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor of the same dtype, shape and memory order; NaN if the dtype has NaN."""
+    """Return a CPU tensor of the same dtype, shape and strides, full of NaN, or of zeros if no float."""
     made = torch.zeros_like(tensor, device="cpu", requires_grad=False)
     return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made
 
 
 def _is_written(tensor: Tensor, blank: Tensor, num_writes_before: int) -> bool:
-    """Whether anything has written a tensor that was blank; torch does not count writes of ``.data``."""
+    """Whether a tensor has been written since it was blank; torch does not count writes through ``.data``."""
     if tensor is not blank or num_writes(tensor) != num_writes_before or not tensor.numel():
         return not tensor.is_meta
     return tensor.is_floating_point() and not bool(tensor.isnan().all())
@@ -210,7 +210,7 @@ def _names_of(model: nn.Module) -> dict[Tensor, str]:
 
 
 class _Files:
-    """A safetensors file, or those of a folder, which have exactly the state of a model."""
+    """A safetensors file, or a folder of such files, with exactly the parameters and buffers of a model."""
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         self._library = _library()
@@ -237,11 +237,11 @@ class _Files:
             )
 
     def __contains__(self, name: object) -> bool:
-        """Whether they have the tensor that the model calls ``name``."""
+        """Whether the files have the tensor that the model calls ``name``."""
         return name in self._sources
 
     def read(self, name: str, like: Tensor) -> Tensor:
-        """One tensor, of the dtype and shape of ``like``; the file is open no longer than that."""
+        """Read the tensor ``name`` from a file. Raise WeightsError if ``like`` has another dtype or shape."""
         key, path = self._sources[name]
         try:
             with self._library.safe_open(path, framework="pt") as file:
@@ -256,7 +256,7 @@ class _Files:
         return tensor
 
     def _places(self) -> dict[str, Path]:
-        """Return the file of each tensor, by the tensor's name in the files."""
+        """Return the file of each tensor, by the name of the tensor in the files."""
         index = self._folder / _INDEX
         if index.exists():
             table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -270,7 +270,7 @@ class _Files:
         return places
 
     def _compared(self, model: nn.Module, places: Mapping[str, Path]) -> list[str]:
-        """Note which tensor is where; what the files have too little or too much."""
+        """Record the file of each tensor of ``model``; return texts that name missing and superfluous tensors."""
         own = _names_of(model)
         state = {key: it for key, it in model.state_dict(keep_vars=True).items() if isinstance(it, Tensor)}
         for key, tensor in state.items():
@@ -282,7 +282,7 @@ class _Files:
 
 
 def _library() -> Any:
-    """Return the library safetensors."""
+    """Import and return the library safetensors. Raise WeightsError if the library is not installed."""
     try:
         import safetensors
     except ImportError:

@@ -1,7 +1,7 @@
-"""Activations that the backward pass computes again, in place of keeping them: torch's checkpointing of layers.
+"""Recomputation: the backward pass computes activations again in place of keeping them (torch's checkpointing).
 
-A layer that is computed again draws the numbers that it drew first, from every generator that a replica has, and
-reads its buffers as they were: so the gradients have the same bits, and no buffer is written twice.
+A layer that is computed again starts from the same random states and buffers as before: so the gradients are
+bitwise equal, and no buffer is updated twice.
 """
 
 import random
@@ -42,18 +42,18 @@ def recompute(
     *,
     what: Literal["layer", "attention"] = "layer",
 ) -> nn.Module:
-    """Have the backward pass compute ``layers`` again, in place of keeping what their forward pass makes.
+    """Have the backward pass compute ``layers`` again, so that their forward pass need not keep activations.
 
-    The gradients have the same bits as without it. A layer is computed again with the random numbers and buffers
-    of its forward pass; what else it changes, such as a counter in Python, it changes twice. Without gradients, as
-    in an evaluation, nothing is different.
+    The gradients are bitwise equal to gradients without recomputation. A layer is computed again with the random
+    numbers and buffers of its forward pass; anything else that a layer changes, such as a counter in Python, is
+    changed twice. Without gradients, as in an evaluation, nothing is different.
 
     Args:
         model: The model; parameters, buffers and their names stay as they are.
-        layers: Modules of it, or their names; for None those that the model repeats most often, which are the
-            layers of `popdist.parallel.describe`.
-        what: ``"layer"`` keeps the inputs of a layer only. ``"attention"`` keeps the outputs of fused attention
-            and of every second matrix product, too, and computes the rest again: less time, more memory.
+        layers: Modules of the model, or their names; None means the modules that the model repeats most often,
+            which are the layers of `popdist.parallel.describe`.
+        what: ``"layer"`` keeps only the inputs of a layer. ``"attention"`` also keeps the outputs of fused
+            attention and of every second matrix product, and computes the rest again: less time, more memory.
 
     Returns:
         The model.
@@ -73,7 +73,7 @@ def recompute(
 
 
 def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None, asked_by: str) -> list[nn.Module]:
-    """Return the chosen modules, each once."""
+    """Return the modules that ``layers`` names, each once; if None, the modules that ``model`` repeats most."""
     if not isinstance(model, nn.Module):
         raise WeightsError(f"{asked_by}() is for an nn.Module, and was given {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
@@ -99,7 +99,7 @@ def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None, as
 
 
 class _Recomputed:
-    """Takes the place of a layer's ``forward``."""
+    """A replacement for a layer's ``forward`` that runs the layer with torch's activation checkpointing."""
 
     def __init__(self, layer: nn.Module, name: str, *, is_selective: bool) -> None:
         self._layer = layer
@@ -108,7 +108,7 @@ class _Recomputed:
         self._is_selective = is_selective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward pass under a checkpoint."""
+        """Run the layer's forward pass with torch's activation checkpointing, if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if NormTurn.current is not None and any(
@@ -131,7 +131,7 @@ class _Recomputed:
             return checkpoint(self._compared(), *args, use_reentrant=False, **contexts, **kwargs)
 
     def _compared(self) -> Callable[..., Any]:
-        """Return the layer's forward pass, whose second computation is compared with its first."""
+        """Return the layer's forward pass, whose second computation is compared with its first computation."""
         first: list[str] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class _Recomputed:
         return forward
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What surrounds a forward pass, and what surrounds it each time that it is computed again."""
+        """Return the context of a layer's forward pass, and the context of each later recomputation."""
         state = LayerState(self._layer)
         if not self._is_selective:
             return _Contexts(state.watched), _Contexts(state.restored)
@@ -155,13 +155,13 @@ class _Recomputed:
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without the caches of transformers, to which the second pass would add the same keys again."""
+    """Return the arguments without the caches of transformers, which a second pass would extend again."""
     cleared = tuple(None if hasattr(it, "get_seq_length") else it for it in args)
     return cleared, {key: None if hasattr(it, "get_seq_length") else it for key, it in kwargs.items()}
 
 
 class _Contexts(ExitStack):
-    """Within what ``makers`` make, anew each time that it is entered: a graph may be passed twice."""
+    """A context that enters new contexts from ``makers`` at each entry: a graph may be passed several times."""
 
     def __init__(self, *makers: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -174,26 +174,26 @@ class _Contexts(ExitStack):
 
 
 class SameOutputs:
-    """Compares what a layer computes again with what it has computed first.
+    """A check that a layer has computed the same results in its second computation as in its first.
 
-    It does so in the first step, and in the first step after another mode or other trained weights of the layer.
+    The check runs in the first step, and in the first step after the layer's mode or trained weights have changed.
     """
 
     def __init__(self, layer: nn.Module, name: str, reason: str) -> None:
-        """``reason`` says, in an error, why the layer is computed again."""
+        """Make the check of ``layer``; ``reason`` says in an error why the layer is computed again."""
         self._layer, self._name, self._reason = layer, name, reason
         self._first_steps: dict[object, int] = {}
 
     def is_checked(self) -> bool:
-        """Whether the call that runs is compared."""
+        """Whether the results of the running call of the layer are compared."""
         state = (self._layer.training, tuple(it.requires_grad for it in self._layer.parameters()))
         step = training_loop.num_optimizer_steps
         return self._first_steps.setdefault(state, step) == step
 
     def check(self, first: str | None, again: Iterable[Tensor] | None) -> None:
-        """Check that ``first`` is the digest of ``again``, which is None if a call has other results.
+        """Check that ``first`` is the digest of the results ``again``. Raise WeightsError if the digest differs.
 
-        Raises WeightsError if the digests differ. The digest of a call that is not compared is None.
+        ``again`` is None if the second call has other results; ``first`` is None if the call is not compared.
         """
         if again is None or (first is not None and digest_of_tensors(again) != first):
             raise WeightsError(
@@ -205,13 +205,13 @@ class SameOutputs:
 
 
 def digest_of_tensors(results: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of ``results``, their shapes, and which of them have a gradient."""
+    """Return a digest of the bits of the tensors ``results``, their shapes, and their ``requires_grad``."""
     tensors = [it for it in results if it.layout is torch.strided]
     return checksum({f"{number} {it.requires_grad}": it.detach() for number, it in enumerate(tensors)})
 
 
 class LayerState:
-    """What a layer's forward pass reads beside its inputs: buffers, and the states of generators."""
+    """The buffers and random states that a layer's forward pass starts from, to be used again later."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._places = [(owner, key) for owner in layer.modules() for key, _ in owner.named_buffers(recurse=False)]
@@ -226,7 +226,7 @@ class LayerState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Keep the states of generators, and the buffers that the forward pass within writes."""
+        """A context of a forward pass, which saves the random states and the buffers that the pass writes."""
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
         self._torch, self._of_devices = torch.get_rng_state(), self._states_of_devices()
         before = [
@@ -243,7 +243,7 @@ class LayerState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put back what was kept, and afterwards what was there."""
+        """A context in which the saved random states and buffers are in place; afterwards the present ones are."""
         python, numpy = random.getstate(), np.random.get_state(legacy=False)
         now_of_torch, of_devices = torch.get_rng_state(), self._states_of_devices()
         random.setstate(self._python)
@@ -273,13 +273,13 @@ def _put_in(states: dict[torch.device, Tensor]) -> None:
 
 
 class _Policy:
-    """What selective recomputation keeps: what fused attention puts out, and every second matrix product."""
+    """The policy of selective recomputation: keep outputs of fused attention and every second matrix product."""
 
     def __init__(self) -> None:
         self._num_products = {False: 0, True: 0}
 
     def __call__(self, context: Any, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-        """Whether the output of ``operator`` is kept."""
+        """Return torch's policy for ``operator``: whether its output is kept or computed again."""
         name = operator.overloadpacket.__name__.lstrip("_")
         if name in _PRODUCTS:
             self._num_products[context.is_recompute] += 1

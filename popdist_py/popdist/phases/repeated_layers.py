@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers: those that it repeats in lists."""
+"""Find the layers of a model: the modules that the model repeats in lists."""
 
 from itertools import groupby
 
@@ -6,14 +6,14 @@ from torch import nn
 
 
 def repeated_layers(module: nn.Module) -> set[nn.Module]:
-    """Return the layers of the type of the longest run in a list, from all runs of this type."""
+    """Return the most repeated layers: all modules in runs of the type that has the longest run in a list."""
     runs = runs_of_layers(module)
     kind = type(max(runs, key=len)[0]) if runs else None
     return {member for run in runs for member in run if type(member) is kind}
 
 
 def runs_of_layers(module: nn.Module) -> list[list[nn.Module]]:
-    """Return the runs of modules of one type in lists, without runs inside of other runs."""
+    """Return the runs of modules of one type in the lists of ``module``, without runs inside of other runs."""
     runs: list[list[nn.Module]] = []
 
     def search(parent: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""A file of a store, or memory in place of it: where tensors lie in it, and threads that move large pieces.
+"""A file, or host memory, that holds tensors of a phased model: where each tensor lies, and reads and writes.
 
-Each tensor begins at a multiple of ``BLOCK_BYTES``, as direct reads and writes need it.
+Each tensor begins at a multiple of ``BLOCK_BYTES``, because direct reads and writes need this alignment.
 
-Reads and writes go past the page cache (O_DIRECT) where the file system has that; elsewhere each piece is dropped
-from the cache at once, so what a model has in its store never takes the memory that it is to save.
+Reads and writes bypass the page cache (O_DIRECT) if the file system can do that. Otherwise each piece is dropped
+from the cache at once, so that the store never takes the memory that it is to save.
 """
 
 import errno
@@ -30,10 +30,10 @@ from popdist.ground.accelerators import accelerator
 from popdist.ground.local_tensors import TensorForm
 
 BLOCK_BYTES: Final = 4096
-"""Start, length and address of what is read and written directly are multiples of it."""
+"""Bytes of a block: position, length and memory address of a direct read or write are multiples of a block."""
 
 PIECE_BYTES: Final = 8 << 20
-"""How much a thread reads or writes at a time: with two threads more is not faster."""
+"""The bytes that one thread reads or writes at a time; with two threads larger pieces are not faster."""
 
 _LEAST_PIECE_BYTES: Final = 1 << 20
 
@@ -42,37 +42,37 @@ NUM_THREADS: Final = 2
 _IN_PIECES: Final = f"blake2b of each {PIECE_BYTES} bytes: "
 
 _WAIT_SECONDS: Final = 600.0
-"""How long a piece is waited for: a file system that answers later than that is taken for lost."""
+"""The seconds to wait for one piece; a file system that needs longer counts as failed."""
 
 _CLONE: Final = 0x40049409
-"""``FICLONE`` of ioctl(2): have a file share the blocks of another one until one of them is written."""
+"""``FICLONE`` of ioctl(2): make a file share the blocks of another file until one of the files is written."""
 
 
 def whole_blocks(num_bytes: int) -> int:
-    """Return ``num_bytes``, rounded up to whole blocks."""
+    """Return ``num_bytes`` rounded up to a multiple of ``BLOCK_BYTES``."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes of a file; it begins with a block, and nothing else lies in the last block that it needs."""
+    """A range of bytes of a file that holds one tensor; it begins with a block and shares no block with others."""
 
     start: int
     num_bytes: int
 
     @property
     def length(self) -> int:
-        """How much is read and written: whole blocks."""
+        """The number of bytes that are read and written: ``num_bytes`` rounded up to whole blocks."""
         return whole_blocks(self.num_bytes)
 
     @property
     def end(self) -> int:
-        """Where the next region may begin."""
+        """The first byte at which the next range may begin."""
         return self.start + self.length
 
 
 def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
-    """Return the region of each tensor in one file, in the order of the tensors."""
+    """Return the range of bytes of each tensor in one file, in which the tensors lie in this order."""
     regions: dict[str, Region] = {}
     start = 0
     for name, form in forms.items():
@@ -82,16 +82,16 @@ def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
 
 
 Ready: TypeAlias = torch.Event | None
-"""What has to happen on a device before its memory is read or written; None for memory of the CPU."""
+"""The event on a device after which its memory may be read or written; None for memory of the CPU."""
 
 
 def recorded(device: torch.device) -> Ready:
-    """Return when all has happened that this thread has asked of ``device`` until now, in its stream."""
+    """Return an event that occurs when ``device`` has finished its queued work; None if ``device`` is the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 
 def make_buffer(num_bytes: int, device: torch.device | str = "cpu", *, is_pinned: bool = False) -> Tensor:
-    """Make a flat tensor of bytes for reads and writes; a CPU tensor begins at a multiple of ``BLOCK_BYTES``."""
+    """Make a flat tensor of bytes for reads and writes; on the CPU it begins at a multiple of ``BLOCK_BYTES``."""
     if torch.device(device).type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if is_pinned:
@@ -106,7 +106,7 @@ def make_buffer(num_bytes: int, device: torch.device | str = "cpu", *, is_pinned
 
 
 def allocate(descriptor: int, num_bytes: int, name: str) -> None:
-    """Give a new file all the room that it will need; a StoreError if it is not there."""
+    """Reserve ``num_bytes`` for the new file ``name``. Raise StoreError if the file system has too little room."""
     system = os.fstatvfs(descriptor)
     free = system.f_bavail * system.f_frsize
     fault = os.strerror(errno.ENOSPC) if num_bytes > free > 0 else ""
@@ -125,7 +125,7 @@ def allocate(descriptor: int, num_bytes: int, name: str) -> None:
 
 
 def digest_of_pieces(path: Path) -> str:
-    """Return the digest of a file, made of the digests of its pieces, so that several threads can compute it."""
+    """Return the digest of a file, computed from digests of its pieces, so that several threads can work on it."""
 
     def digest(start: int) -> bytes:
         with path.open("rb") as file:
@@ -143,18 +143,18 @@ def _digest_of(digests: Sequence[bytes]) -> str:
 
 
 def is_in_pieces(digest: str) -> bool:
-    """Whether :func:`digest_of_pieces` makes such digests."""
+    """Whether ``digest`` is a digest that :func:`digest_of_pieces` has made."""
     return digest.startswith(_IN_PIECES)
 
 
 class Transfer:
-    """A read or a write that has begun; what it reads into or writes from stays as it is until it is done."""
+    """A read or write that has begun; until it has ended, nobody may change the memory that it uses."""
 
     def __init__(self, pieces: Sequence[Future[None]] = ()) -> None:
         self._pieces = pieces
 
     def wait(self) -> None:
-        """Wait until it is done; a StoreError if it failed. May be called again."""
+        """Wait until the read or write has ended. Raise StoreError if it failed. May be called again."""
         try:
             failures = [piece.exception(_WAIT_SECONDS) for piece in self._pieces]
         except TimeoutError:
@@ -164,7 +164,7 @@ class Transfer:
 
 
 class StoreThreads:
-    """The threads that read and write a store's files; they end with it, and a forked child has none."""
+    """The threads that read and write the files of one store; in a forked child the threads do not exist."""
 
     def __init__(self, device: torch.device) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="popdist-store")
@@ -175,7 +175,7 @@ class StoreThreads:
         forks.call_in_children(self._refuse)
 
     def start(self, pieces: Sequence[Callable[[], None]]) -> Transfer:
-        """Run ``pieces`` in the threads, in about this order."""
+        """Run the functions ``pieces`` in the threads, in about this order, and return an object to wait for."""
         if self._is_child:
             raise StoreError("this process was forked from one that trains in phases: only that one has the store")
         if self._is_closed:
@@ -183,14 +183,14 @@ class StoreThreads:
         return Transfer([self._threads.submit(piece) for piece in pieces])
 
     def staging(self) -> tuple[Tensor, torch.Stream]:
-        """Pinned memory for one piece, and a stream of the device, both of the thread that asks."""
+        """Return pinned memory for one piece, and a stream of the device, both of the calling thread."""
         if not hasattr(self._own, "memory"):
             self._own.memory = make_buffer(PIECE_BYTES, is_pinned=True)
             self._own.stream = torch.Stream(self._device)
         return self._own.memory, self._own.stream
 
     def close(self) -> None:
-        """Wait for what has begun, and end the threads."""
+        """Wait for the reads and writes that have begun, and end the threads."""
         self._is_closed = True
         if not self._is_child:
             self._threads.shutdown()
@@ -212,22 +212,23 @@ class StoreFile:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the file in error messages."""
         return "the store in host memory" if self.path is None else str(self.path)
 
     def read(self, start: int, into: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to read from ``start`` on into a flat tensor of bytes, on a device when ``ready`` has happened.
+        """Begin to read the file from byte ``start`` into the tensor ``into``, on a device after ``ready``.
 
-        ``start``, the length and, on the CPU, the address are multiples of ``BLOCK_BYTES``.
+        ``into`` is a flat tensor of bytes. ``start``, the length and, on the CPU, the address are multiples of
+        ``BLOCK_BYTES``.
         """
         return self._begin(start, into, ready, self._read_piece, self._read_to_device)
 
     def write(self, start: int, data: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to write a flat tensor of bytes; as :meth:`read`."""
+        """Begin to write ``data``, a flat tensor of bytes, to the file at byte ``start``; see :meth:`read`."""
         return self._begin(start, data, ready, self._write_piece, self._write_from_device)
 
     def write_tensor(self, region: Region, form: TensorForm, tensor: Tensor) -> None:
-        """Write the values of ``tensor``, in the memory order of ``form``, and wait until it is done."""
+        """Write ``tensor`` to the range ``region`` of the file, in the layout ``form``, and wait for the end."""
         if not form.num_bytes:
             return
         values = tensor.detach().to("cpu", form.dtype)
@@ -241,7 +242,7 @@ class StoreFile:
             self.write(region.start + at, buffer[: whole_blocks(len(part))]).wait()
 
     def mapped(self, region: Region, form: TensorForm) -> Tensor:
-        """Return a tensor of ``form`` that shows the file's numbers; changes do not reach the file."""
+        """Return the tensor of ``form`` at ``region``, mapped from the file; changes do not reach the file."""
         if not form.num_bytes:
             return form.empty()
         access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -257,11 +258,11 @@ class StoreFile:
         return form.view(memory)
 
     def start_of(self, tensor: Tensor) -> int | None:
-        """Return the place in the file of a tensor that :meth:`mapped` returned, or of a view of its beginning."""
+        """Return the byte of the file at which a tensor from :meth:`mapped` begins; None for other tensors."""
         return self._mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" and tensor.numel() else None
 
     def copy_to(self, path: Path) -> str:
-        """Copy the file to a new one, sharing its blocks where the file system can; gives its digest."""
+        """Copy the file to the new file ``path``, with shared disk blocks if possible; return its digest."""
         with path.open("xb") as copy:
             is_shared = _share_blocks(self.descriptor, copy.fileno())
             if not is_shared:
@@ -273,14 +274,14 @@ class StoreFile:
             target.close()
 
     def close(self) -> None:
-        """Close the descriptors; what is mapped stays until its last view has gone."""
+        """Close the file; tensors that :meth:`mapped` has returned stay valid until their last view is gone."""
         for descriptor in (self.descriptor, self._direct):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self.descriptor, self._direct = -1, None
 
     def _copy_pieces(self, target: "StoreFile | None") -> str:
-        """Read all of the file, write it to ``target`` if there is one, and give its digest."""
+        """Read the whole file, write it to ``target`` if ``target`` is a file, and return its digest."""
         starts = range(0, self.num_bytes, PIECE_BYTES)
         digests = [b"" for _ in starts]
 
@@ -330,7 +331,7 @@ class StoreFile:
         while done < len(data):
             done += self._called("written", os.pwritev, start + done, data[done:])
         if self.path is not None and self._direct is None:
-            os.fdatasync(self.descriptor)  # only what is on the disk can be dropped
+            os.fdatasync(self.descriptor)  # the kernel drops only bytes that are on the disk
         self._drop(start, len(data))
 
     def _called(
@@ -371,7 +372,7 @@ def _view(memory: Tensor) -> memoryview:
 
 
 def _open_direct(opened: int) -> int | None:
-    """A descriptor of a file that is open, which goes past the page cache; None where the file system has none."""
+    """Open the file of a descriptor again, bypassing the page cache; return None if the file system cannot."""
     try:
         descriptor = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -385,7 +386,7 @@ def _open_direct(opened: int) -> int | None:
 
 
 def _share_blocks(source: int, target: int) -> bool:
-    """Have the file ``target`` share the blocks of ``source``, if the file system can."""
+    """Make the file ``target`` share the blocks of ``source``; return whether the file system can do that."""
     try:
         fcntl.ioctl(target, _CLONE, source)
     except OSError:

@@ -1,4 +1,4 @@
-"""The memory that this process uses, of the host or of the device on which a model computes."""
+"""The memory that this process uses on the host, or on the device on which a model computes."""
 
 import ctypes
 import mmap
@@ -11,7 +11,7 @@ from popdist.ground.accelerators import accelerator
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Have malloc and torch give back what is free now: it may be as much as a layer takes several times."""
+    """Have malloc and torch return free memory to the system: it may be several times the memory of a layer."""
     with suppress(AttributeError):  # another library than glibc
         ctypes.CDLL(None).malloc_trim(0)
     if device.type != "cpu":
@@ -21,7 +21,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to count :func:`peak_bytes`."""
+    """Begin a new measurement for :func:`peak_bytes`."""
     if device.type != "cpu":
         accelerator.ask_memory("reset_peak_memory_stats", device)
     else:
@@ -30,7 +30,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that the process has had, on ``device``."""
+    """Return the largest memory use of this process, on ``device``, since :func:`reset_peak`, in bytes."""
     if device.type != "cpu":
         return accelerator.ask_memory("max_memory_reserved", device)
     status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -39,7 +39,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Return the memory that the process has on ``device``."""
+    """Return the present memory use of this process on ``device``, in bytes."""
     if device.type != "cpu":
         return accelerator.ask_memory("memory_reserved", device)
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
