@@ -25,7 +25,7 @@ What: TypeAlias = Literal["weights", "state", "sum"]
 
 
 class MemoryPlace(NamedTuple):
-    """A key for memory: the weights, the optimizer's state or the gradient sum of one piece (some weights)."""
+    """The key of a part of memory: weights, optimizer state or gradient sum of one piece (some weights)."""
 
     what: What
     piece: int
@@ -183,7 +183,7 @@ class PhaseMemory:
         return next((phase for phase in self.phases if piece in phase.pieces), self.resident)
 
     def _rooms(self, phase: Phase) -> tuple[dict[MemoryPlace, tuple[int, int]], int]:
-        """Return where each tensor group of ``phase`` begins and ends in a slot, and the bytes of all groups."""
+        """Return the begin and end of weights, states and sums of ``phase`` in a slot, and their total bytes."""
         rooms, position = dict[MemoryPlace, tuple[int, int]](), 0
         whats: tuple[What, ...] = ("weights", "state", "sum")
         for what in whats:
@@ -252,7 +252,7 @@ class PhaseMemory:
         return slot
 
     def _wanted(self, phase: Phase, *, backward: bool) -> Wanted:
-        """Return the stored tensors that a pass of ``phase`` reads: weights; backwards also states and sums."""
+        """Return the stored tensors that a pass needs: weights; backwards also optimizer states and sums."""
         places = [MemoryPlace("weights", piece.index) for piece in phase.pieces]
         wanted = {place: self.addresses[place][0] for place in places}
         for piece in phase.pieces if backward else ():
@@ -320,7 +320,7 @@ class PhaseMemory:
         return slot.room(place)
 
     def write_behind(self, place: MemoryPlace, address: StoredTensors, names: Iterable[str] | None = None) -> None:
-        """Record that stored tensors (``names``, or all of ``address``) have changed in memory, to be written."""
+        """Record that stored tensors (``names``, or all of ``address``) were changed in memory, to write later."""
         home = self._home(place)
         home.present[place] = (address, None)
         home.unwritten |= {(place, address, name): None for name in (address.offsets if names is None else names)}
@@ -345,7 +345,7 @@ class PhaseMemory:
             self.mover.wait_for(writing)
 
     def forget(self, what: What, pieces: Iterable[PhasePiece]) -> None:
-        """Drop ``what``, such as the weights, of ``pieces`` in memory, because the store has newer tensors."""
+        """Mark ``what``, such as the weights, of ``pieces`` in memory as old: the store has newer tensors."""
         for piece in pieces:
             for slot in self._slots:
                 slot.present.pop(MemoryPlace(what, piece.index), None)
@@ -362,7 +362,7 @@ class PhaseMemory:
                 set_data(parameter, views[name])
 
     def _unbind(self) -> None:
-        """Give the parameters of the current phase placeholders without memory, which read as NaN, as data."""
+        """Replace the data of the current phase's parameters by placeholders without memory, which read as NaN."""
         for piece in () if self._current is None else self._current[0].pieces:
             for parameter in piece.parameters:
                 make_absent(parameter, self.device)

@@ -133,7 +133,7 @@ class PhaseStore:
         return store
 
     def begin_step(self, step: int) -> None:
-        """Mark the store as torn: from now on it mixes weights of ``step`` with weights of the step before."""
+        """Mark the store as torn, because from now on it mixes weights of ``step`` with older weights."""
         self.step, self.is_torn = step, True
 
     def end_step(self, write: Callable[[], object] | None = None) -> None:
@@ -152,7 +152,7 @@ class PhaseStore:
             )
 
     def check_whole(self) -> None:
-        """Raise StoreError if the store was closed, or mixes weights of a step that has not ended with others."""
+        """Raise StoreError if the store was closed, or mixes weights of two steps because a step has not ended."""
         self.check_open()
         if self.is_torn:
             raise StoreError(
@@ -182,7 +182,7 @@ class PhaseStore:
             self.folder.remove_if_new()
 
     def add(self, name: str, forms: Mapping[str, TensorForm]) -> StoredTensors:
-        """Make the file ``weights``, ``state`` or ``gradients`` with room for tensors; all instances call it."""
+        """Make the store's file ``name``, such as ``weights``, with room for tensors; all instances call this."""
         regions = lay_out(forms)
         num_bytes = max([BLOCK_BYTES, *(it.end for it in regions.values())])
         path = None if self.folder is None else self.folder.path / name
@@ -217,7 +217,7 @@ class _Folder:
         forks.call_in_children(self._close_lock)
 
     def claim(self, *, is_on_cpu: bool) -> None:
-        """Make the folder if necessary, lock it, and remove its old files. Raise StoreError if that fails."""
+        """Make the store's folder if necessary, lock it, and remove old files. Raise StoreError if that fails."""
         try:
             is_new = not self.path.exists()
             with opened_own_folder(str(self.path), makes=True):

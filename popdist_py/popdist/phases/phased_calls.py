@@ -61,7 +61,7 @@ def _bring_weights(unit: Unit, run: PhasedRun, *_: object) -> None:
 
 
 class PhasedForward:
-    """A replacement for a layer's ``forward``, which keeps only the inputs and computes the layer twice."""
+    """A replacement for a layer's ``forward``: it keeps the inputs, and the backward pass runs the layer again."""
 
     def __init__(self, unit: Unit, run: PhasedRun) -> None:
         self.unit = unit
@@ -73,7 +73,7 @@ class PhasedForward:
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
         self._function: Any = type(f"PhasedLayer[{unit.name}]", (_PhasedFunction,), {})
 
-    @skip_tracing  # a compiled model runs its units as they are
+    @skip_tracing  # a compiled model runs its layers as they are
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward pass with its weights in memory, and return the result."""
         inputs: list[Tensor] = []
@@ -166,7 +166,7 @@ def _cast_node(leaf: Tensor) -> Any:
 
 
 class _Entrance(torch.autograd.Function):
-    """An autograd function that makes inputs which a layer may write: no leaves, no views, own version counts."""
+    """An autograd function that makes a layer's inputs from leaf tensors, so that the layer may write in place."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -201,7 +201,7 @@ class _CallCasts:
 
     @contextmanager
     def in_place(self, *, is_first: bool) -> Iterator[None]:
-        """A context with these autocast settings; no cast of a weight stays in the cache without its weight."""
+        """A context with the recorded autocast settings, in which no cast outlives its weight in memory."""
         is_on = any(map(torch.is_autocast_enabled, self._modes))
         if not (self._is_on or is_on):
             yield
@@ -243,7 +243,7 @@ class _Call:
         """Run the layer's forward pass, and record its results and the inputs that the layer has written."""
         self._micro_batch = self.run.calls.begin(self.unit, self._casts.cache)
         self._differentiable = [place for place, it in enumerate(inputs) if it.requires_grad]
-        known = self._owner.written.get(len(inputs))  # None in the first call, which shows what the layer writes
+        known = self._owner.written.get(len(inputs))  # None in the first call, which finds the written inputs
         places = range(len(inputs)) if known is None else known
         self.copies = {place: inputs[place].detach().clone() for place in places}
         entered = self._entered(inputs, lambda _: self._refuse)
@@ -259,7 +259,7 @@ class _Call:
     def _entered(
         self, tensors: Sequence[Tensor], hook_of: Callable[[int], Callable[[Tensor], object]]
     ) -> Sequence[Tensor]:
-        """Return inputs for the layer in the memory of ``tensors``, with hooks that receive their gradients."""
+        """Return inputs for the layer in the memory of ``tensors``, with hooks that get the inputs' gradients."""
         leaves = [it.detach() for it in tensors]
         for place in self._differentiable:  # ``.grad`` may be in another order of memory, which shows in sums
             leaves[place].requires_grad_().register_hook(hook_of(place))

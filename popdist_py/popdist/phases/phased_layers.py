@@ -79,7 +79,7 @@ class PhasedLayers:
 
 
 def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> PhasedLayers:
-    """Return the layers of ``model``: the named or the repeated modules, and other modules with own weights."""
+    """Return the layers of ``model``: the named or repeated modules, and other modules with their own weights."""
     layers = [it for run in runs_of_layers(model) for it in run] if layers is None else [*layers]
     chosen = chosen_layers(model, layers, "phased")
     modules = dict(_walk(model, "", set(chosen), set()))
@@ -171,7 +171,7 @@ def set_data(parameter: Tensor, data: Tensor) -> None:
 
 
 def make_absent(parameter: Parameter, device: torch.device) -> None:
-    """Free the memory of ``parameter``, which keeps its shape and dtype on ``device`` and then reads as NaN."""
+    """Release the memory of ``parameter``, which keeps its shape and dtype on ``device``, and reads as NaN."""
     part: Any = part_itself(parameter)
     if not hasattr(part, "_popdist_absent"):  # each weight has its own number, so that a write changes no other
         is_float = part.is_floating_point() or part.is_complex()
@@ -291,7 +291,7 @@ class CallCounts:
     def add_cast(
         self, piece: PhasePiece, parameter: Parameter, cache: object, gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Add the gradient of a weight's cast to the earlier calls' sum; return the sum in the last call."""
+        """Add the gradient of one call to the sum for a shared autocast copy of a weight; return the final sum."""
         key = (piece.index, cache)
         held = self._casts.setdefault(key, {})
         total = held.pop(parameter) + gradients[0] if parameter in held else gradients[0]
@@ -301,13 +301,13 @@ class CallCounts:
         return (None,)
 
     def _add_held(self, key: tuple[int, object]) -> None:
-        """Add the sums of gradients of ``key``, which no later call has completed, to the weights' ``.grad``."""
+        """Add the remaining gradient sums of ``key``, which no later call completes, to the weights' ``.grad``."""
         for parameter, total in self._casts.pop(key, {}).items():
             total = total.to(parameter.dtype)  # noqa: PLW2901 - the same gradient
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
     def watch(self, piece: PhasePiece, name: str, parameter: Parameter) -> None:
-        """Refuse gradients of ``parameter`` that do not come from a backward pass of a layer with ``piece``."""
+        """Refuse gradients of ``parameter`` that come from outside the backward passes of the weight's layers."""
 
         def refuse_others(_: Tensor) -> None:
             if self._unit not in piece.units:

@@ -173,7 +173,7 @@ class PhasedModel(WrappingModel):
         return {key: self._in_store(value) for key, value in state.items()}
 
     def _in_store(self, value: Any) -> Any:
-        """Return ``value`` as a state dict contains it: a weight from the store, another tensor detached."""
+        """Return ``value`` for a state dict: a weight mapped from the store, another tensor without autograd."""
         name = self.phased_steps.run.names.get(id(value))
         if name is not None:
             return placed_as(value, self.store.weights.mapped(name))
@@ -255,7 +255,7 @@ def _stored(
     initialize: Initialize | None,
     weights: str | os.PathLike[str] | None,
 ) -> PhasedRun:
-    """Write the weights of ``module`` to the store, layer by layer; return the object that trains from there."""
+    """Write the weights of ``module`` to a store, layer by layer; return the PhasedRun that trains from there."""
     if any(map(is_distributed, module.parameters())):
         give_parts_numbers()
     group = context.data_parallel_group()

@@ -93,7 +93,7 @@ class _StateForm:
 
 
 def _is_small(value: Tensor) -> bool:
-    """Whether ``value`` has one real element, so that a record holds it."""
+    """Whether ``value`` has exactly one real element, so that a record can contain this element."""
     return value.numel() == 1 and not value.is_complex()
 
 
@@ -234,7 +234,7 @@ class PhasedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End the step: wait until all instances, which all call this, have written all weights and states.
+        """End the optimizer's step: wait until all weights and states are written. All instances call this.
 
         With ``step_in_backward=False``, update each parameter whose ``.grad`` is not None before.
 
@@ -262,7 +262,7 @@ class PhasedOptimizer(Optimizer):
             parameter.grad = None
 
     def forms_of(self, parameter: Tensor) -> dict[str, TensorForm]:
-        """Return the dtypes and shapes of the stored state of ``parameter``; empty without a parameter group."""
+        """Return the dtype and shape of each stored state tensor of ``parameter``; empty if no group has it."""
         place = self._places.get(parameter)
         return {} if place is None else place.form.stored
 
@@ -301,7 +301,7 @@ class PhasedOptimizer(Optimizer):
             group.update(stepper.end())
 
     def _update_from_store(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update ``parameter`` by the stored ``gradient`` with the changes of ``.grad``, unless that is None."""
+        """Update ``parameter`` by its stored ``gradient``, changed as ``.grad`` was, if ``.grad`` is not None."""
         if parameter.grad is not None:
             now = local_part(parameter.grad)
             self.update(parameter, now.apply_changes(gradient) if isinstance(now, StoredGradient) else now, state)
@@ -348,7 +348,7 @@ class PhasedOptimizer(Optimizer):
             raise
 
     def _load(self, parameter: Tensor, known: _Place, settings: Mapping[str, Any], saved: State) -> None:
-        """Write the saved state of ``parameter`` to the store, except tensors that are mapped from there."""
+        """Write the saved state of ``parameter`` to the store, except tensors that already lie there."""
         form = known.form
         record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8, device="cpu")
         written = {RECORD: record}
@@ -367,7 +367,7 @@ class PhasedOptimizer(Optimizer):
         self._run.write_state(parameter, written)
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state tensors of ``parameter`` from the store, also if it was never updated."""
+        """Return the state tensors of ``parameter``, mapped from the store, also before the first update."""
         stored = self._run.stored_state(parameter)
         return {name: stored[name] for name in self._places[parameter].form.tensors}
 
@@ -388,7 +388,7 @@ class PhasedOptimizer(Optimizer):
         return any(torch_private.divides_gradients(it.optimizer) for it in self._steppers)
 
     def _whole_state(self, parameter: Tensor) -> State:
-        """Return the optimizer's state of ``parameter`` from the store; empty if it was never updated."""
+        """Return the optimizer's state of ``parameter`` from the store; empty before the first update."""
         form, stored = self._places[parameter].form, self._run.stored_state(parameter)
         values = form.read_record(stored[RECORD])
         if values is None:

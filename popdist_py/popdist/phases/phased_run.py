@@ -38,7 +38,7 @@ class StepGradientUse(Protocol):
 
 
 class PhasedRun:
-    """The layers, the memory, the store and the gradients that the passes of one phased model use.
+    """The parts that one phased model's passes share: layers, memory, store, gradients and optimizer.
 
     Attributes:
         names: The name of each weight, by the ``id()`` of its parameter.
@@ -101,7 +101,7 @@ class PhasedRun:
             self.gradients.use_complete(complete)
 
     def check_unwritten(self) -> None:
-        """Check that only the optimizer has written weights. Raise WeightsError if the program has."""
+        """Check that the optimizer alone has written weights. Raise WeightsError if the program wrote weights."""
         written = [name for piece in self.layers.pieces for name, it in piece.named if is_written(it)]
         if written:
             self.memory.forget("weights", self.layers.pieces)
@@ -154,7 +154,7 @@ class PhasedRun:
         self.memory.forget("state", [it for it in self.layers.pieces if name in it.names])
 
     def reload(self) -> None:
-        """Read all weights from the store again when needed, and mark the store as not torn: weights are new."""
+        """Read all weights from the store at their next use, and mark the store as not torn, after new weights."""
         self.store.end_step()
         self.memory.forget("weights", self.layers.pieces)
 

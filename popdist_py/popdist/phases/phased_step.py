@@ -50,7 +50,7 @@ class PhasedSteps(ModelSteps):
         return self.running is not None and not self.running.is_open
 
     def check_same(self) -> None:
-        """Check that the module has the layers and parameters that it had at the start, with no outside writes."""
+        """Check that the module still has its layers and parameters, and that only the optimizer wrote weights."""
         check_same(self.run.layers, self.module, self.run.store.weights.forms)
         self.run.check_unwritten()
 
@@ -107,7 +107,7 @@ class PhasedSteps(ModelSteps):
         super().abandon(index=index)
 
     def finish_step(self, update: Update | None = None) -> None:
-        """End the optimizer's step: update weights from stored gradients by ``update``, wait for all instances."""
+        """End the optimizer's step: apply stored gradients if ``update`` is given, and wait for all instances."""
         run = self.run
         run.store.check_open()
         if self.running is None or self.running.is_open:
@@ -127,7 +127,7 @@ class PhasedSteps(ModelSteps):
 
 
 class PhasedLoop(NamedTuple):
-    """One loop over the micro batches of a step, with the weights of the micro batches."""
+    """One loop over the micro batches of a step, with the weight of each micro batch in the mean."""
 
     agreement: StepAgreement
     reduction: MeanOrSum
@@ -201,7 +201,7 @@ class PhasedGradients(GradientKeeper):
         self._complete.clear()
 
     def add(self, index: int, weight: float, scale: float) -> None:  # noqa: ARG002 - the loop has them
-        """End a micro batch: add gradients that no backward pass has completed, such as those of unused layers."""
+        """End a micro batch: add gradients that no backward pass has completed, such as of unused layers."""
         self._run.calls.end_micro_batch()
         if index != self._loop.last:
             for piece in self.trained:
@@ -287,7 +287,7 @@ class PhasedGradients(GradientKeeper):
         )
 
     def _begin_updates(self) -> float:
-        """Exchange the weights of all micro batches, begin the updates, and return the divisor of the sums."""
+        """Exchange the weights of the micro batches in the mean; begin the updates; return the sums' divisor."""
         run, optimizer, loop = self._run, self._run.optimizer_now(), self._loop
         instance = run.sums.group.backend.instance_index
         *_, weights = held_weights(run.sums.layout, instance, self._accumulation, loop.weights)

@@ -36,7 +36,7 @@ _CHUNKS: Final = (1 << 12, 1 << 16, 1 << 20)
 def held_weights(
     layout: ReplicaLayout, instance: int, accumulation: int, weights: Sequence[float]
 ) -> Iterator[list[float]]:
-    """Yield, after each micro batch of ``instance``, the weights of its partial sums, added like gradients."""
+    """Yield, after each micro batch of ``instance``, the micro batches' total weight in each partial sum."""
     of_job: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=layout.replicas_of(instance).start)
     for begin in range(0, len(weights), accumulation):
         of_replica: TreeSum[float] = TreeSum(accumulation, operator.add)
@@ -103,7 +103,7 @@ class PieceGradient:
 
 
 class InstanceSums:
-    """An adder of the instances' partial sums of gradients, which takes pieces of a limited size."""
+    """An adder of gradients over all instances, which adds the instances' partial sums piece by piece."""
 
     def __init__(self, group: Group, layout: ReplicaLayout) -> None:
         self.group = group
@@ -113,7 +113,7 @@ class InstanceSums:
 
     @torch.no_grad()
     def add(self, own: Sequence[Tensor]) -> None:
-        """Add all instances' partial sums ``own``, and write the result to ``own[0]``; all make this call."""
+        """Overwrite ``own[0]`` with the sum of all instances' partial sums ``own``; all instances call this."""
         length, begin = len(own[0]), 0
         while begin < length:
             size = next((it for it in _CHUNKS if it >= length - begin), _CHUNKS[-1])
@@ -126,7 +126,7 @@ class InstanceSums:
             begin = stop
 
     def _sum_of(self, size: int, like: Tensor) -> tuple[RepeatedSum, list[FlatTensors]]:
-        """Return the sum for tensors of ``size`` elements, and buffers for this instance's partial sums."""
+        """Return an adder of tensors of ``size`` elements, and buffers for this instance's partial sums."""
         if (size, like.dtype) not in self._sums:
             rooms = [[torch.zeros(size, dtype=like.dtype, device=like.device)] for _ in self._nodes]
             self._sums[size, like.dtype] = RepeatedSum(), rooms
@@ -134,7 +134,7 @@ class InstanceSums:
 
 
 class PieceSum:
-    """The sum of one piece's gradients in one step, as far as this instance has added the gradients."""
+    """The sum of one piece's gradients (the gradients of some weights) in one step on this instance."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class PieceSum:
         planes: Sequence[StoredTensors],
         memory: PhaseMemory,
     ) -> None:
-        """Make a sum: ``planes`` of the store hold waiting sums, ``times`` returns a micro batch's factor."""
+        """Make an empty sum: the store's ``planes`` hold waiting sums, ``times`` returns the factor of a batch."""
         self.gradient = gradient
         self._merges = merges
         self._times = times
@@ -175,7 +175,7 @@ class PieceSum:
         return value
 
     def total(self, number: int | None) -> list[Tensor]:
-        """Return this instance's sums, nodes of the tree; ``number`` is its last micro batch with samples."""
+        """Return this instance's partial sums, nodes of the tree of additions, after micro batch ``number``."""
         value = self.push(number, len(self._merges))
         found: list[Tensor | None] = []
         for plane, is_there in enumerate(self._waiting):

@@ -41,8 +41,8 @@ def unit_weights(
     the parameters other data. Tensors outside the units stay in the model. Parameters on the meta device become
     other objects, tied as before. Raises WeightsError with the names of tensors that nothing sets.
 
-    The order is that of ``model.apply``: children first. A model in memory draws the same random numbers, unless
-    its constructors draw in another order. A tied parameter has the values of its first module.
+    The modules are visited as by ``model.apply``, children first. A model in memory draws the same random numbers,
+    unless its constructors draw in another order. A tied parameter has the values of its first module.
     """
     files = None if weights is None else _Files(Path(weights), model)
     return _Maker(model, initialize, files).made(units)
@@ -130,7 +130,7 @@ class _Maker:
             setattr(module, key, tensor)
 
     def _refuse_unset(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Raise WeightsError if nothing has written a tensor of ``blank``, or a plain attribute has no memory."""
+        """Raise WeightsError if a tensor in ``blank`` is unwritten, or an attribute is on the meta device."""
         left = [name for name, before in blank.items() if not _is_written(self._now(name), *before)]
         left += [
             f"{key} (an attribute of {type(module).__name__})"
@@ -183,7 +183,7 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor of the same dtype, shape and strides, full of NaN, or of zeros if no float."""
+    """Return a CPU tensor with the dtype, shape and strides of ``tensor``, full of NaN, or of 0 for integers."""
     made = torch.zeros_like(tensor, device="cpu", requires_grad=False)
     return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made
 

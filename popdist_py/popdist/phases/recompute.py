@@ -121,7 +121,7 @@ class _Recomputed:
             )
         args, kwargs = without_caches(args, kwargs)
         contexts: dict[str, Any] = {"context_fn": self._contexts}
-        if torch.compiler.is_compiling():  # which puts back what it knows of, and takes torch's contexts only
+        if torch.compiler.is_compiling():  # the compiler restores states itself, and knows only torch's contexts
             selective = partial(create_selective_checkpoint_contexts, _Policy())
             contexts = {"context_fn": selective} if self._is_selective else {}
             return checkpoint(self._forward, *args, use_reentrant=False, **contexts, **kwargs)
@@ -243,7 +243,7 @@ class LayerState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which the saved random states and buffers are in place; afterwards the present ones are."""
+        """A context with the saved random states and buffers in place; at its end the present values come back."""
         python, numpy = random.getstate(), np.random.get_state(legacy=False)
         now_of_torch, of_devices = torch.get_rng_state(), self._states_of_devices()
         random.setstate(self._python)
@@ -252,7 +252,7 @@ class LayerState:
         _put_in(self._of_devices)
         now = [(owner, key, getattr(owner, key)) for owner, key, _ in self._starts]
         for owner, key, start in self._starts:
-            setattr(owner, key, start.clone())  # which is written, and the next pass over the graph begins anew
+            setattr(owner, key, start.clone())  # the layer writes the copy; a further pass needs ``start`` again
         try:
             yield
         finally:

@@ -100,7 +100,7 @@ def make_buffer(num_bytes: int, device: torch.device | str = "cpu", *, is_pinned
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     window = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages; disks may read into them three times as fast
+    with suppress(OSError):  # a kernel may lack huge pages, into which disks may read three times as fast
         window.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(window, dtype=torch.uint8)
 

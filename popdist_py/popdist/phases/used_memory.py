@@ -25,7 +25,7 @@ def reset_peak(device: torch.device) -> None:
     if device.type != "cpu":
         accelerator.ask_memory("reset_peak_memory_stats", device)
     else:
-        with suppress(OSError):  # then it is that of the whole life of the process, which is not less
+        with suppress(OSError):  # otherwise the peak is the peak of the process's whole life, which is not less
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
