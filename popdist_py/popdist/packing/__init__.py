@@ -1,4 +1,4 @@
-"""Several sequences in one row of the batch, so that no time goes into padding.
+"""Packing: several sequences share one row of the batch, so that little time goes into padding.
 
 >>> from popdist.packing import Packing, lpfhp
 """

@@ -15,7 +15,7 @@ from popdist.packing.sample_lengths import TOO_LONG, TooLong, as_lengths, cut_to
 from popdist.packing.strategies import Histogram, PackingStrategy, check_histogram, lpfhp, spfhp, table, unpacked
 
 _MAX_BYTES: Final = 2**30
-"""The size in bytes of the largest file of lengths that is read."""
+"""The largest size, in bytes, of a file of lengths."""
 
 
 @click.command(context_settings={"help_option_names": ["--help", "-h"]})
@@ -38,7 +38,7 @@ def main(  # noqa: PLR0913 - click passes each option as an argument
     with_nnlshp: bool,
     form: str,
 ) -> None:
-    """Show how many rows the sequences of FILE take, by each strategy.
+    """Show how many rows of a batch the sequences of FILE take, by each packing strategy.
 
     FILE has the lengths of sequences, in tokens: whole numbers, divided by spaces, commas or lines, or a list as
     JSON.
@@ -52,7 +52,7 @@ def main(  # noqa: PLR0913 - click passes each option as an argument
 
 
 def _numbers(file: Path) -> list[Any]:
-    """Return the numbers in ``file``."""
+    """Return the whole numbers in ``file``, which holds text or JSON."""
     if file.stat().st_size > _MAX_BYTES:
         raise click.ClickException(
             f"{file} has more than {_MAX_BYTES >> 30} GiB: count the lengths first (--histogram)"
@@ -68,7 +68,7 @@ def _numbers(file: Path) -> list[Any]:
 
 
 def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histogram: bool) -> Histogram:
-    """Return the histogram of the sequences that are packed; ``numbers`` are lengths, or already a histogram."""
+    """Return the histogram of the sequence lengths ``numbers``, or check a histogram that ``numbers`` is."""
     if is_histogram:
         return check_histogram(numbers, max_length)
     pieces = cut_to_fit(as_lengths(numbers, "the file"), max_length, too_long)
@@ -78,7 +78,7 @@ def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histog
 def _strategies(
     counts: Histogram, max_length: int, limit: int | None, *, with_nnlshp: bool
 ) -> list[PackingStrategy]:
-    """Return the results of all strategies, padding first; without ``optimal`` if scipy is missing."""
+    """Return the packing by each strategy, padding first; without ``optimal`` if scipy is missing."""
     # A lower bound that one strategy proves holds for every strategy with the same limit.
     found = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
     if with_nnlshp:

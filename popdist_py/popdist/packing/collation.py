@@ -1,4 +1,4 @@
-"""Rows of several sequences as tensors, with the masks and numbers that keep the sequences apart in a model.
+"""Tensors of packed rows, several sequences in a row, with masks and positions that keep sequences apart.
 
 A row is a list of samples, and a sample is a mapping of fields, one of which is ``input_ids``. Packed and unpacked
 training have the same gradients under two conditions. Mask and positions must keep each sequence of a row from the
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from popdist.data.batch import Batch
 
 TOKENS: Final = "input_ids"
-"""The field whose length is the length of the sequence."""
+"""The name of the field of a sample whose length is the length of the sequence."""
 
 _MADE: Final = frozenset({"position_ids", "segment_ids", "attention_mask"})
-"""Fields of samples that are not packed, because they are made anew or follow from ``segment_ids``."""
+"""The fields of samples that are not copied, because they are made anew or follow from ``segment_ids``."""
 
 _IGNORED_LABEL: Final = -100
 """The label that torch's cross entropy ignores; this label fills the padding of ``labels``."""
 
 Row = Sequence[Mapping[str, Any]]
-"""The samples of one row, in their order."""
+"""The samples of one packed row, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A micro batch of packed rows.
+    """The tensors of a micro batch of packed rows, in which each row holds several sequences.
 
     ``packed["input_ids"]`` returns a field of the samples by its name. ``packed.input_ids`` and ``packed.labels``
     are short forms for the two fields that most models have.
@@ -77,34 +77,34 @@ class Packed:
 
     @property
     def input_ids(self) -> Tensor:
-        """The tokens: int64 of shape ``[rows, max_length]``."""
+        """The token numbers of all rows: int64 of shape ``[rows, max_length]``."""
         ids: Tensor = self[TOKENS]
         return ids
 
     @property
     def labels(self) -> Any:
-        """The labels of the tokens, with -100 in padding, or the labels of the sequences."""
+        """The labels of the tokens, with -100 in padding, or one label for each sequence."""
         return self["labels"]
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """The number of packed rows."""
         return len(self.segment_ids)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences in all rows."""
+        """The number of sequences in all packed rows."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Number of real tokens in all rows."""
+        """The number of tokens without padding in all packed rows."""
         return int(self.cu_seqlens[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collator:
-    """A function that collates a list of rows into a :class:`Packed`.
+    """A function that puts the samples of packed rows into the tensors of a :class:`Packed`.
 
     Attributes:
         max_length: Tokens of a row.
@@ -137,7 +137,7 @@ class Collator:
                 raise DatasetError(f"padding={dict(self.padding)!r}: {value!r} of {name!r} is no number")
 
     def __call__(self, rows: Sequence[Row]) -> Packed:
-        """Return the packed tensors of ``rows``, whose samples must all have the same fields."""
+        """Return the tensors of the packed rows ``rows``, whose samples must all have the same fields."""
         given: object = rows
         if (
             not isinstance(given, Sequence)
@@ -180,7 +180,7 @@ class Collator:
         return _size(value) == length
 
     def _divide(self, samples: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> tuple[list[str], list[str]]:
-        """Return the names of the fields with a value per token, and of the fields with a value per sequence."""
+        """Return the names of the samples' fields with a value per token, and with a value per sequence."""
         names = [name for name in samples[0] if name not in _MADE]
         for sample in samples:
             if {name for name in sample if name not in _MADE} != set(names):
@@ -205,7 +205,7 @@ class Collator:
     def _place(
         self, name: str, values: Sequence[Any], places: Sequence[tuple[int, int, int]], shape: tuple[int, int]
     ) -> Tensor:
-        """Make the tensor of the field ``name``: a row for each packed row, with padding between the values."""
+        """Make the tensor of the field ``name``: one row for each packed row, with padding at its end."""
         tensors = [torch.as_tensor(value, device="cpu") for value in values]
         padding = self.padding.get(name, _IGNORED_LABEL if name == "labels" else 0)
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
@@ -223,7 +223,7 @@ class Collator:
 
 
 def _places(rows: Sequence[Row], lengths: Sequence[int], max_length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the row, the first place in the row, and the number in the row (from 1) of each sequence."""
+    """Yield the row of each sequence, its first position in this row, and its number in this row (from 1)."""
     sizes = iter(lengths)
     for number, row in enumerate(rows):
         start = 0
@@ -249,7 +249,7 @@ def _num_tokens(sample: object, max_length: int) -> int:
 
 
 def _size(value: Any) -> int | None:
-    """Return the length of a list or of a one-dimensional tensor; None for another value."""
+    """Return the length of a list or one-dimensional tensor; None for a value of another type."""
     if isinstance(value, Tensor) or hasattr(value, "__array__"):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, list | tuple) else None
@@ -285,7 +285,7 @@ def attention_mask(
     dtype: torch.dtype = torch.float32,
     masked: float = -1000.0,
 ) -> "Tensor | BlockMask":
-    """Return a mask by which a token attends only to tokens of its own sequence, in the given ``form``.
+    """Return an attention mask for packed rows: a token attends only to tokens of its own sequence.
 
     Args:
         segment_ids: ``Packed.segment_ids``: whole numbers of shape ``[rows, length]``, 0 for padding.
@@ -361,7 +361,7 @@ def _check(segment_ids: Any) -> None:
 
 
 def unpack(hidden: Tensor, packed: Packed, take: Literal["first", "last", "mean"] = "first") -> Tensor:
-    """Return one vector for each sequence, as a classifier needs; gradients flow through the vectors.
+    """Return one vector for each sequence of packed rows, such as the vector of its first token.
 
     Args:
         hidden: Output of a model for the rows, of shape ``[rows, max_length, ...]`` and floating point.
@@ -445,7 +445,7 @@ def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -
 
 
 def packed_betas(betas: tuple[float, float], packing_factor: float) -> tuple[float, float]:
-    """Return Adam's betas for a step with ``packing_factor`` times as many sequences: ``(b1 ** p, b2 ** p)``.
+    """Return Adam's betas for packed training, for ``packing_factor`` sequences per row: ``(b1 ** p, b2 ** p)``.
 
     With these betas a gradient is forgotten after as many sequences as before (https://arxiv.org/abs/2107.02027).
 

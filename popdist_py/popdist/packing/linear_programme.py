@@ -1,8 +1,8 @@
-"""Packings by optimisation: the linear programme of cutting stock, and least squares over small packs.
+"""Packing of sequences into rows by optimisation: a linear programme, or least squares over small packs.
 
-The programme generates its columns, the packs (Gilmore, Gomory 1961): the prices of the places prove that no
-packing is better, or show packs whose value is more than 1. A shorter sequence may take a place, by a further
-column for each length (Valério de Carvalho 2005). The lower bound is proved in whole numbers (Farley 1990).
+The programme of cutting stock generates its columns, the packs (Gilmore, Gomory 1961): prices of lengths prove
+that no packing is better, or show packs whose value is more than 1. A shorter sequence may take a place, by a
+further column for each length (Valério de Carvalho 2005). The bound is proved in whole numbers (Farley 1990).
 """
 
 import math
@@ -29,19 +29,19 @@ from popdist.packing.strategies import (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Prices = NDArray[Any]
-"""The price of a sequence of each length, from length 1 on: in float64, or in int64 for the proof."""
+"""The price of a sequence of each length, from length 1 on: float64, or int64 in the proof of the bound."""
 
 SMALL_PACK: Final = 3
-"""The largest packs, in sequences, that are few enough to list; :func:`nnlshp` uses no larger packs."""
+"""The largest number of sequences in a pack for which all possible packs are listed, as in :func:`nnlshp`."""
 
 _MOST_LISTED: Final = 100_000
-"""The largest number of columns with which a programme starts."""
+"""The largest number of packs with which the linear programme starts."""
 
 _PRICE_UNIT: Final = 2**40
 """The factor by which prices are multiplied before they are rounded to whole numbers for the proof."""
 
 _GAIN: Final = 1e-9
-"""The least gain of a new column: the value of the column's pack must be above 1 + ``_GAIN``."""
+"""The least gain of a new pack in the linear programme: its value must be above 1 + ``_GAIN``."""
 
 _CLOSE: Final = 1e-7
 """The relative distance between value and bound at which the linear programme counts as solved."""
@@ -58,7 +58,7 @@ _BLOCK: Final = 2**22
 def optimal(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack by the linear programme of cutting stock: round its solution down, and pack the rest by best fit.
+    """Pack sequences by a linear programme: round its solution down, and pack the other sequences by best fit.
 
     Args:
         histogram: Element i counts the sequences of length i + 1; may be all zeros.
@@ -90,7 +90,7 @@ def optimal(
 def nnlshp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack by non-negative least squares over all packs of at most 3 sequences, and the rest by best fit.
+    """Pack sequences by non-negative least squares over packs of at most 3, and the other sequences by best fit.
 
     The counts of packs that fill a row are fitted to the histogram; the sequences that the rounded fit leaves are
     packed by best fit. ``optimal`` is better and faster; ``nnlshp`` exists for comparison with published results.
@@ -129,7 +129,7 @@ def _scipy(algorithm: str) -> None:
 
 
 def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
-    """Return how often the least-squares fit uses each of ``packs``, rounded down."""
+    """Return how often a least-squares fit to the histogram ``counts`` uses each of ``packs``, rounded down."""
     from scipy.optimize import nnls
 
     rows = {length: row for row, length in enumerate(lengths_of(counts))}
@@ -161,11 +161,11 @@ def _full_packs(lengths: Iterable[int], max_length: int, limit: int) -> list[Pac
 
 
 Fill = Callable[[int], Pack]
-"""A function that returns the best pack for a number of free tokens, or for a length that the pack must have."""
+"""A function that returns the best pack (lengths of sequences) for a number of free tokens of a row."""
 
 
 class _Programme:
-    """The linear programme, which gets its columns (packs) one by one; its first columns suffice for a packing."""
+    """The linear programme of packing: each column is a pack; better packs are added until none is left."""
 
     def __init__(self, counts: Histogram, max_length: int, most: int, packs: Iterable[Pack]) -> None:
         self._top = lengths_of(counts)[-1]
@@ -184,7 +184,7 @@ class _Programme:
                 self._add(pack)
 
     def _add(self, pack: Pack) -> bool:
-        """Add ``pack`` as a column, and return whether the column is new."""
+        """Add ``pack`` as a column of the linear programme; return False if there was such a column already."""
         pack = tuple(sorted(pack, reverse=True))
         if pack in self._columns:
             return False
@@ -194,7 +194,7 @@ class _Programme:
         return True
 
     def solve(self) -> tuple[dict[Pack, float], int]:
-        """Return how often each pack is used (as a float), and a proved lower bound of the number of rows."""
+        """Return how often each pack is used, as a float, and a proved lower bound of the number of rows."""
         best_prices, best_bound = np.zeros(self._top), 0.0
         for _ in range(_MAX_ROUNDS):
             value, solution, prices = self._solve_once()
@@ -214,7 +214,7 @@ class _Programme:
         return solution, self._prove(best_prices)
 
     def _solve_once(self) -> tuple[float, dict[Pack, float], Floats]:
-        """Solve the programme with its present columns, and return the value, the solution and the prices."""
+        """Solve the linear programme with its present packs; return the value, the solution and the prices."""
         from scipy.optimize import linprog
         from scipy.sparse import csc_array
 
@@ -237,7 +237,7 @@ class _Programme:
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
     def _price(self, prices: Prices) -> tuple[Prices, Fill]:
-        """Return the value of the best pack with a sequence of each length, and a function that makes the pack."""
+        """Return the value of the best pack that has a given length, for each length, and a function for packs."""
         choose = _best_of_any if self._most >= self._max_length else partial(_best_of_few, most=self._most - 1)
         values, fill = choose(prices, self._max_length - 1)
         lengths = np.arange(1, self._top + 1)
@@ -245,7 +245,7 @@ class _Programme:
         return totals, lambda length: (length, *fill(self._max_length - length))
 
     def _add_worthy(self, values: Prices, pack_of: Fill, prices: Floats) -> int:
-        """Add the packs whose value at the true ``prices`` is more than 1, and return the number of new packs."""
+        """Add the packs whose value at ``prices`` is more than 1; return the number of new packs."""
         num_added = 0
         for length in (np.flatnonzero(values > 1 - _SMOOTHING) + 1).tolist():
             pack = pack_of(length)
@@ -254,7 +254,7 @@ class _Programme:
         return num_added
 
     def _prove(self, prices: Floats) -> int:
-        """Return the lower bound that ``prices`` prove, computed in whole numbers."""
+        """Return the lower bound of the number of rows that ``prices`` prove, computed in whole numbers."""
         whole = np.floor(prices * _PRICE_UNIT).astype(np.int64)
         dearest = int(self._price(whole)[0].max())
         total = sum(int(count) * int(price) for count, price in zip(self._counts[: self._top], whole, strict=True))
@@ -262,7 +262,7 @@ class _Programme:
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """Return, for each number of free tokens, the value of the best pack, and a function that makes the pack."""
+    """Return the value of the best pack for each number of free tokens, and a function that makes the pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -286,7 +286,7 @@ def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
 
 
 def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, Fill]:
-    """Return the values of the best packs of at most ``most`` sequences, and a function that makes a pack."""
+    """Return the best values for packs of at most ``most`` sequences, and a function that makes a pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     layers: list[Ints] = []
     for _ in range(most):
@@ -305,7 +305,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """Return the best values if each pack may get one more sequence, and the lengths of the sequences (or 0)."""
+    """Return the best values if each pack may get one more sequence, and the length of this sequence (or 0)."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -330,7 +330,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 
 
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Return ``packs`` with an existing sequence in each place, and all other sequences packed by best fit."""
+    """Return ``packs`` with a real sequence in each place, and packs by best fit for all other sequences."""
     taken, rest = _take_places(packs, counts)
     for pack, count in greedy_packs(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count
@@ -338,7 +338,7 @@ def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit:
 
 
 def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, int], Histogram]:
-    """Fill each place with the longest remaining sequence that fits; return packs and remaining sequences."""
+    """Give each place in ``packs`` the longest sequence that fits; return the packs and the other sequences."""
     rest, surplus, current = counts.copy(), -counts, packs
     for pack, count in packs.items():
         for length in pack:
@@ -359,7 +359,7 @@ def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, 
 
 
 def _shorten(packs: dict[Pack, int], length: int, surplus: int) -> dict[Pack, int]:
-    """Make ``surplus`` places of ``length`` one token shorter, and drop places of length 1; return the packs."""
+    """Return ``packs`` with ``surplus`` places of ``length`` one token shorter; places of length 0 are dropped."""
     changed: dict[Pack, int] = {}
     waiting = list(packs.items())
     while waiting:

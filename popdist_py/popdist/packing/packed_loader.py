@@ -1,4 +1,4 @@
-"""The loader of packed rows: ``popdist.data_loader(..., packing=Packing(...))``.
+"""The loader of packed rows, each with several sequences: ``popdist.data_loader(..., packing=Packing(...))``.
 
 Rows are dealt to the replicas as samples are dealt without packing. In a full step all replicas have the same
 number of rows, and the remaining rows make one smaller last step. A step counts samples nevertheless, so that
@@ -38,7 +38,7 @@ Numbers = NDArray[np.int64] | NDArray[np.int32]
 
 
 class PackedRows:
-    """The rows of all epochs of one dataset: the samples of a row are computed from the row's number alone."""
+    """The packed rows of all epochs of one dataset; the row number and the epoch determine a row's samples."""
 
     def __init__(self, lengths: Numbers, strategy: PackingStrategy, *, seed: int, shuffle: bool) -> None:
         """Put samples of ``lengths`` into rows; ``strategy`` must be a strategy for exactly these lengths."""
@@ -61,14 +61,14 @@ class PackedRows:
         self._orders: tuple[int, dict[int, Permutation]] = (-1, {})
 
     def num_samples(self, step: range, epoch: int) -> int:
-        """Return the number of samples in the rows at the positions ``step`` of the epoch's order."""
+        """Return the number of samples in the packed rows at the positions ``step`` of the epoch's order."""
         rows = np.arange(step.start, step.stop, dtype=np.int64)
         if self._shuffle:
             rows = Permutation(self.num_rows, seed=self._seed, epoch=epoch).indices(rows)
         return int(self._sizes[self._pack_of(rows)].sum())
 
     def samples(self, rows: Sequence[int] | range, epoch: int) -> list[list[int]]:
-        """Return the samples of each of ``rows``, which are row numbers from 0 on; the longest sample is first."""
+        """Return the samples of each packed row in ``rows``, row numbers from 0; the longest sample is first."""
         numbers = np.array(rows, np.int64)
         packs = self._pack_of(numbers)
         copies = numbers - self._first_row_of_pack[packs]
@@ -85,7 +85,7 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """Return, for each length and place, the sample at the place among all samples of the length."""
+        """Return for each length and place the sample with this place among all samples of this length."""
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
             borders = np.flatnonzero(np.diff(lengths[by_length])) + 1
@@ -105,7 +105,7 @@ class PackedRows:
 
 
 class _Places(NamedTuple):
-    """The places for sequences in all packs, pack after pack."""
+    """The places for sequences in all packs, pack after pack, as three numbers for each place."""
 
     lengths: NDArray[np.int64]  # tokens of the sequence at the place
     first: NDArray[np.int64]  # number of the place in the first row of its pack, among all places of its length
@@ -153,12 +153,12 @@ ALGORITHMS: Final[Mapping[str, Algorithm]] = {
 }
 
 SHARED_BYTES: Final = 2**22
-"""The size in bytes from which the instances of a host share an array of sample numbers."""
+"""The least size in bytes of an array of numbers that the instances of a host share in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The settings by which ``popdist.data_loader`` packs a dataset.
+    """Settings for ``popdist.data_loader`` that put several samples of a dataset into one row of a batch.
 
     Attributes:
         max_length: Tokens of a row. At least 1.
@@ -213,7 +213,7 @@ class Packing:
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """Make the loader of ``dataset``. Raises DatasetError if the dataset cannot be packed.
+        """Return a loader of packed rows of ``dataset``. Raise DatasetError if the dataset cannot be packed.
 
         Raises CollectiveError if the instances pass different arguments.
         """
@@ -281,13 +281,13 @@ class PackedBatch(Batch):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of this instance; may be 0."""
+        """The number of samples of this instance in this step; may be 0."""
         return sum(micro.num_samples for micro in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch(MicroBatch):
-    """The rows that one replica computes on in one forward and backward pass.
+    """The packed rows of one micro batch: one replica's forward and backward pass computes with them.
 
     Attributes:
         num_rows: Number of rows; may be 0.
@@ -299,7 +299,7 @@ class PackedMicroBatch(MicroBatch):
 
 
 class _Filled(NamedTuple):
-    """The contents and counts of one packed micro batch, as a worker sends the micro batch."""
+    """The content of one packed micro batch and its counts, which a DataLoader worker sends."""
 
     content: Any = None
     num_rows: int = 0
@@ -309,7 +309,7 @@ class _Filled(NamedTuple):
 
 
 def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple[int, ...]) -> PackedBatch:
-    """Make a PackedBatch that has the numbers of ``batch`` and the contents and counts of ``filled``."""
+    """Make a PackedBatch with the epoch and step of ``batch`` and the contents and counts of ``filled``."""
     contents = [each or _Filled() for each in filled]
     return PackedBatch(
         micro_batches=tuple(
@@ -329,7 +329,7 @@ def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple
 
 
 class _PackedFetcher(MapFetcher):
-    """The dataset that torch's DataLoader reads for packed rows; an item has the micro batches of a share."""
+    """The dataset that torch's DataLoader reads for packed rows; each item has an instance's micro batches."""
 
     def __init__(self, dataset: Any, collation: Collation, rows: PackedRows, pieces: Pieces) -> None:
         super().__init__(dataset, collation)
@@ -352,7 +352,7 @@ class _PackedFetcher(MapFetcher):
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
     def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:
-        """Return the tokens of ``sample`` that belong to a piece: all tokens, unless the sample was split."""
+        """Return the tokens of ``sample`` that belong to one piece: all tokens, unless the sample was split."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
             raise DatasetError(
@@ -374,7 +374,7 @@ class _PackedFetcher(MapFetcher):
 
 
 class _PackedLoader(ReplicaLoader):
-    """The loader of a packed dataset."""
+    """The loader of packed rows from a dataset with indices."""
 
     def __init__(
         self,
@@ -434,13 +434,13 @@ def _map_loader(
 
 
 def _filled(collate: Collate, rows: list[StreamRow]) -> _Filled:
-    """Collate the rows of a stream, and count rows, samples and tokens."""
+    """Collate the packed rows ``rows`` of a stream, and count the rows, samples and tokens."""
     num_tokens = sum(row.num_tokens for row in rows)
     return _Filled(collate(rows), len(rows), sum(map(len, rows)), num_tokens)
 
 
 class _PackedStreamLoader(StreamLoader):
-    """The loader of a packed stream."""
+    """The loader of packed rows from a stream, which has no indices."""
 
     def _num_samples(self, _share: Share, contents: list[Any]) -> int:
         return sum(each.num_samples for each in contents if each is not None)
@@ -450,7 +450,7 @@ class _PackedStreamLoader(StreamLoader):
 
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Return ``numbers``, which all instances have, in shared memory; return small arrays as they are."""
+    """Return ``numbers``, equal on all instances, in memory that a host's instances share; small arrays as is."""
     host = host_group_of(context.data_parallel_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers

@@ -1,4 +1,4 @@
-"""The length of each sample of a dataset, and the treatment of samples that are longer than a row.
+"""The length in tokens of each sample of a dataset, and the treatment of samples that are longer than a row.
 
 Lengths come from a sequence of numbers, a column of a dataset of the library ``datasets``, or a function of a
 sample. The function is called once for each sample, and its results may be kept in a file.
@@ -28,14 +28,14 @@ TooLong = Literal["error", "truncate", "drop", "split"]
 TOO_LONG: Final = ("error", "truncate", "drop", "split")
 
 LengthSource = Iterable[int] | str | Callable[[Any], int]
-"""The source of lengths: one number for each sample, the name of a column, or a function of a sample."""
+"""The source of sample lengths: one number for each sample, the name of a column, or a function of a sample."""
 
 _COUNTING_BATCH: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """The sequences that are packed: whole samples, or parts of samples that were split."""
+    """The sequences that are packed (pieces): whole samples, or parts of samples that were longer than a row."""
 
     lengths: NDArray[np.int32]  # tokens of each piece, 1 to `max_length`
     whole_lengths: NDArray[np.int64]  # tokens of each sample of the dataset, before samples are cut
@@ -43,14 +43,14 @@ class Pieces:
     starts: NDArray[np.int64] | None = None  # first token of each piece in its sample; None if all starts are 0
 
     def place_of(self, piece: int) -> tuple[int, int, int]:
-        """Return the sample, the first token and the number of tokens of ``piece``."""
+        """Return the sample that contains ``piece``, its first token in the sample, and its number of tokens."""
         sample = piece if self.samples is None else int(self.samples[piece])
         start = 0 if self.starts is None else int(self.starts[piece])
         return sample, start, int(self.lengths[piece])
 
 
 def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -> Pieces:
-    """Drop, cut or split samples that are longer than a row. Raises DatasetError if no sample is left."""
+    """Drop, cut or split samples longer than a row, by ``too_long``. Raise DatasetError if no sample is left."""
     if not len(lengths):
         raise DatasetError("the dataset has no samples to pack: look at where it is made")
     if lengths.min() < 1:
@@ -95,7 +95,7 @@ def find_lengths(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Return the number of tokens of each sample of ``dataset``, according to ``source``."""
+    """Return the number of tokens of each sample of ``dataset``; ``source`` is numbers, a column or a function."""
     if callable(source):
         lengths = _count_or_load(dataset, source, num_workers, cache)
     elif isinstance(source, str):
@@ -110,7 +110,7 @@ def find_lengths(
 
 
 def as_lengths(given: Iterable[int], what: str) -> NDArray[np.int64]:
-    """Return ``given`` as an array of int64. Raises DatasetError if ``given`` is no list of whole numbers."""
+    """Return ``given`` as an array of int64. Raise DatasetError if ``given`` is no list of whole numbers."""
     try:
         numbers = np.asarray(given if hasattr(given, "__array__") else list(given))
     except (TypeError, ValueError):
@@ -158,7 +158,7 @@ def _count_or_load(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Count lengths, divided over the instances; with ``cache``, read the file, or count once on each host."""
+    """Count the lengths of all samples; with ``cache``, read the lengths from this file or write the file."""
     if cache is None:
         return _count_parts(_Counted(dataset, length_of), num_workers)
     path = Path(cache)
@@ -171,7 +171,7 @@ def _count_or_load(
 
 
 def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
-    """Count the lengths of this instance's part of the samples, and gather the lengths of all samples."""
+    """Count the lengths of this instance's part of the samples; return the lengths of all, from all instances."""
     contract = context.environment().contract
     if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)
@@ -183,7 +183,7 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
 
 
 def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:
-    """Count the lengths and write them to ``path``; an interrupted write leaves no file there."""
+    """Count the lengths of all samples and write them to ``path``; an interrupted write leaves no file."""
     lengths = _count(_Counted(dataset, length_of), num_workers)
     unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # hosts may write into one folder at the same time
     try:
@@ -212,7 +212,7 @@ def _load(path: Path, num_samples: int) -> NDArray[np.int64]:
 
 
 def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
-    """Count the tokens of each sample, in workers, with a progress bar on a terminal."""
+    """Count the tokens of each sample in DataLoader workers, and show a progress bar on a terminal."""
     loader = DataLoader(counted, batch_size=_COUNTING_BATCH, num_workers=num_workers, collate_fn=list)
     lengths = np.empty(len(loader.dataset), np.int64)  # type: ignore[arg-type] # the dataset has a length
     done = 0
@@ -223,7 +223,7 @@ def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
 
 
 def _shown(loader: "DataLoader[int]") -> Iterator[list[int]]:
-    """Yield the loader's batches; show a progress bar if this is the main instance and has a terminal."""
+    """Yield the batches of ``loader``; show a progress bar if this is the main instance and has a terminal."""
     is_shown = sys.stderr.isatty() and (not context.is_initialized() or is_main())
     if not is_shown:
         yield from loader

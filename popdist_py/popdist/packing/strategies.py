@@ -1,4 +1,4 @@
-"""Strategies that decide, from counts of lengths alone, which sequences share a row of the batch.
+"""Packing strategies: they choose which sequences share a row of the batch, from counts of lengths alone.
 
 A strategy says how often each pack (a set of lengths that fit into one row) is used. The strategy follows from the
 histogram of lengths alone. Packing is the cutting-stock problem: rows are stock of ``max_length`` tokens,
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from popdist.errors import MOST_TOKENS, DatasetError, whole_number
 
 Pack = tuple[int, ...]
-"""The lengths of the sequences of one row, longest first."""
+"""A pack: the lengths of the sequences of one row, longest first."""
 
 Histogram = NDArray[np.int64]
-"""Element i counts the sequences of length i + 1."""
+"""An array of counts: element i is the number of sequences of length i + 1."""
 
 MAX_COUNT: Final = 2**53
-"""The largest number of sequences, which float64 in the linear programme still represents exactly."""
+"""The largest number of sequences; above it float64, as in the linear programme, is not exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingStrategy:
-    """A packing of a histogram: how often each pack is used, so that every sequence is in exactly one pack.
+    """The result of packing: how often each pack (lengths that share a row) is used for all sequences together.
 
     ``print(strategy)`` shows the strategy as a table.
 
@@ -50,32 +50,32 @@ class PackingStrategy:
 
     @property
     def num_packs(self) -> int:
-        """Number of rows."""
+        """The number of packs, which is the number of packed rows."""
         return sum(self.packs.values())
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences in all rows."""
+        """The number of sequences in all packed rows."""
         return sum(len(pack) * count for pack, count in self.packs.items())
 
     @property
     def num_tokens(self) -> int:
-        """Number of real tokens in all rows."""
+        """The number of tokens without padding in all packed rows."""
         return sum(sum(pack) * count for pack, count in self.packs.items())
 
     @property
     def padding_tokens(self) -> int:
-        """Number of padding tokens in all rows."""
+        """The number of padding tokens in all packed rows."""
         return self.num_packs * self.max_length - self.num_tokens
 
     @property
     def efficiency(self) -> float:
-        """Real tokens divided by all tokens, 0 to 1; 1 if there are no rows."""
+        """The tokens without padding divided by all tokens of the rows, 0 to 1; 1 if there are no rows."""
         return self.num_tokens / (self.num_packs * self.max_length) if self.packs else 1.0
 
     @property
     def packing_factor(self) -> float:
-        """Mean number of sequences in a row, at least 1; 1 if there are no rows."""
+        """The mean number of sequences in a packed row, at least 1; 1 if there are no rows."""
         return self.num_sequences / self.num_packs if self.packs else 1.0
 
     @property
@@ -92,7 +92,7 @@ class PackingStrategy:
         return counts
 
     def digest(self) -> str:
-        """Return a digest of the packs and their counts: 32 hexadecimal digits, the same on every machine."""
+        """Return a digest of the packs and counts: 32 hexadecimal digits, equal on every machine."""
         words = repr((self.max_length, sorted(self.packs.items())))
         return hashlib.sha256(words.encode()).hexdigest()[:32]
 
@@ -101,7 +101,7 @@ class PackingStrategy:
 
 
 def table(strategies: Sequence[PackingStrategy]) -> str:
-    """Return at least one strategy as a table in text: a line of headings, then a line for each strategy."""
+    """Return packing strategies as a text table: a line of headings, then one line for each strategy."""
     cells = [_cells(strategy) for strategy in strategies]
     rows = [list(cells[0]), *(list(row.values()) for row in cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -113,7 +113,7 @@ def table(strategies: Sequence[PackingStrategy]) -> str:
 
 
 def _cells(strategy: PackingStrategy) -> dict[str, str]:
-    """Return the cells of a strategy's line in the table; the key is the heading."""
+    """Return the cells of one strategy's line in the text table, by heading."""
     return {
         "strategy": strategy.algorithm,
         "most a pack": str(strategy.max_sequences_per_pack or "any"),
@@ -127,7 +127,7 @@ def _cells(strategy: PackingStrategy) -> dict[str, str]:
 
 
 def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy:
-    """Return the strategy without packing, with one row for each sequence, for comparison with other strategies.
+    """Return the strategy without packing: one row for each sequence, to compare with packing strategies.
 
     Raises:
         DatasetError: For the same reasons as :func:`spfhp`.
@@ -140,7 +140,7 @@ def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy
 def spfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack by shortest-pack-first: sequences from long to short, each into the pack with the most room.
+    """Pack by shortest-pack-first: put sequences, longest first, each into the pack with the most room.
 
     If no pack has room for the remaining sequences of a length, each of these sequences opens a pack. Time
     O(lengths x max_length).
@@ -160,7 +160,7 @@ def spfhp(
 def lpfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack by longest-pack-first: sequences from long to short, each into the pack with the least room that fits.
+    """Pack by longest-pack-first: put sequences, longest first, each into the fullest pack with enough room.
 
     The algorithm is best fit decreasing (D. S. Johnson, 1973), for all sequences of a length at once: a new pack
     takes as many sequences of the length as fit. It needs no scipy and is close to the best if rows have many
@@ -187,7 +187,7 @@ def _greedy(
 
 
 class _OpenPacks:
-    """The packs that are being filled, sorted by the number of tokens that are still free."""
+    """The open packs, sorted by their number of free tokens, and the closed packs, which get no more sequences."""
 
     def __init__(self, max_length: int, limit: int) -> None:
         self.limit = limit
@@ -195,7 +195,7 @@ class _OpenPacks:
         self.closed: dict[Pack, int] = {}
 
     def add(self, pack: Pack, count: int, room: int) -> None:
-        """Add ``count`` packs with the sequences ``pack``; close a pack that cannot take another sequence."""
+        """Add ``count`` packs with the lengths ``pack``, as closed packs if no further sequence can be added."""
         if not count:
             return
         if room == 0 or len(pack) == self.limit:
@@ -214,7 +214,7 @@ class _OpenPacks:
 def greedy_packs(
     counts: Histogram, max_length: int, limit: int, *, most_room_first: bool = False
 ) -> dict[Pack, int]:
-    """Pack a checked histogram, at most ``limit`` sequences in a pack; return how often each pack is used.
+    """Pack a checked histogram with at most ``limit`` sequences per pack; return how often each pack is used.
 
     Each sequence gets the pack with the least room in which it fits, as in :func:`lpfhp`; with ``most_room_first``
     it gets the pack with the most room, as in :func:`spfhp`.
@@ -233,7 +233,7 @@ def greedy_packs(
 
 
 def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, pieces: tuple[int, int, int]) -> int:
-    """Put as many sequences as fit into each of ``count`` packs, and return how many sequences remain.
+    """Put as many sequences as possible into ``count`` equal packs; return how many sequences remain.
 
     ``pieces`` are the length of the sequences, their number, and the largest number that a pack gets at once.
     """
@@ -250,7 +250,7 @@ def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, pieces: tuple[in
 
 
 def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
-    """Return ``histogram`` as int64 of shape ``[max_length]``. Raises DatasetError if it is invalid."""
+    """Return ``histogram`` as int64 of shape ``[max_length]``. Raise DatasetError if ``histogram`` is invalid."""
     whole_number("max_length", max_length, DatasetError, maximum=MOST_TOKENS)
     try:
         given = np.asarray(list(histogram))
@@ -282,7 +282,7 @@ def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
 
 
 def check_limit(max_sequences_per_pack: int | None) -> int | None:
-    """Return ``max_sequences_per_pack`` as an int, or None for None. Raises DatasetError if it is below 1."""
+    """Return the largest number of sequences per pack, or None for no limit. Raise DatasetError if below 1."""
     if max_sequences_per_pack is None:
         return None
     return whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)
@@ -303,7 +303,7 @@ def make_strategy(
     *,
     bound: int = 0,
 ) -> PackingStrategy:
-    """Make a strategy from ``packs``; its lower bound is ``bound`` or a simple bound, whichever is larger."""
+    """Return ``packs`` as a PackingStrategy; its lower bound is ``bound`` or, if larger, a simple bound."""
     merged: dict[Pack, int] = {}
     for pack, count in packs.items():
         key = tuple(sorted(pack, reverse=True))
@@ -318,7 +318,7 @@ def make_strategy(
 
 
 def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
-    """Return the largest of three lower bounds: by tokens, by sequences, and by sequences above half a row."""
+    """Return a lower bound of the number of rows, by tokens, by sequences, and by sequences above half a row."""
     num_tokens = int(np.dot(counts, np.arange(1, max_length + 1)))
     num_sequences = int(counts.sum())
     num_long = int(counts[max_length // 2 :].sum())
@@ -327,4 +327,4 @@ def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
 
 
 Algorithm = Callable[..., PackingStrategy]
-"""A function that makes a strategy, such as :func:`lpfhp`, with the arguments of :func:`lpfhp`."""
+"""A function with the arguments of :func:`lpfhp` that makes a packing strategy."""

@@ -1,4 +1,4 @@
-"""Packing of a stream whose lengths are not known before: best fit over a bounded buffer.
+"""Packing of a stream of samples, whose lengths are not known before, by best fit over a bounded buffer.
 
 When the buffer is full, its longest sample opens a row. The row gets the longest sample that still fits, until no
 sample fits; then the stream fills the buffer again. The rows follow from the stream alone, so that every process
@@ -20,7 +20,7 @@ Entry = tuple[int, int, Any]
 
 
 class StreamRow(list[Any]):
-    """The samples of one row of a stream, longest first.
+    """The samples that share one packed row of a stream, longest first.
 
     Attributes:
         num_tokens: Number of real tokens in the row.
@@ -36,7 +36,7 @@ class StreamRow(list[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStream:
-    """The rows of a stream; made by :func:`pack_stream`."""
+    """A stream of packed rows, each a list of samples; made by :func:`pack_stream`."""
 
     stream: Iterable[Any]
     max_length: int
@@ -46,7 +46,7 @@ class PackedStream:
     too_long: TooLong
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass ``epoch`` to the stream if the stream has a method ``set_epoch``."""
+        """Pass ``epoch`` to the stream of samples if this stream has a method ``set_epoch``."""
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
@@ -66,7 +66,7 @@ class PackedStream:
             yield self._take_row(entries)
 
     def _take_row(self, entries: list[Entry]) -> StreamRow:
-        """Remove the samples of the next row from ``entries``, and return the row."""
+        """Remove the samples of the next packed row from the buffer ``entries``, and return the row."""
         length, _, sample = entries.pop()
         row, room = [sample], self.max_length - length
         while room and len(row) < self.max_sequences_per_pack:
@@ -79,7 +79,7 @@ class PackedStream:
         return StreamRow(row, self.max_length - room)
 
     def _measured(self) -> Iterator[Entry]:
-        """Yield the samples with their lengths; drop or refuse samples that are longer than a row."""
+        """Yield the stream's samples with their lengths; drop samples longer than a row, or raise DatasetError."""
         for number, sample in enumerate(self.stream):
             length = self.length_of(sample)
             if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:

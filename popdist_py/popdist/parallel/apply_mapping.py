@@ -1,4 +1,4 @@
-"""Application of a ``poprun-size`` mapping to a transformer: each instance keeps its part of the model."""
+"""Division of a transformer by a ``poprun-size`` mapping: each instance keeps its part of the model."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ _CUT: Final = (Shard(1),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The roles of a transformer's modules; each module is given by its name in ``named_modules()``.
+    """The names of a transformer's modules by their roles, such as layers, head or norms, for its division.
 
     Attributes:
         layers: The ``ModuleList`` of the layers. Each layer takes the hidden states first, and returns them.
@@ -74,12 +74,12 @@ class Roles:
 
     @property
     def before(self) -> tuple[str, ...]:
-        """The names of the modules that only the first stage has."""
+        """The names of the modules that only the first pipeline stage has."""
         return tuple(name for name in (self.embedding, self.positions, *self.first) if name)
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """The names of the modules that only the last stage has."""
+        """The names of the modules that only the last pipeline stage has."""
         return tuple(name for name in (*self.last, self.head) if name)
 
 
@@ -142,7 +142,7 @@ def parallelize(
 
 
 def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -> Mapping:
-    """Return the mapping to apply. Raises ContractError if it is for another job, or cannot be applied here."""
+    """Return the mapping that divides the model. Raise ContractError if the mapping does not suit this job."""
     names = mesh.mesh_dim_names or ()
     if not set(DIMENSIONS) <= set(names):
         raise ContractError(f"mesh has the dimensions {names}: parallelize() needs {', '.join(DIMENSIONS)}")
@@ -174,7 +174,7 @@ def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping:
-    """Return the mapping in the file ``path``."""
+    """Return the mapping that ``poprun-size`` wrote to the file ``path``. Raise ContractError if that fails."""
     try:
         return loaded(Path(path).read_text(encoding="utf-8"), os.fspath(path)).mapping
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +184,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping:
 
 
 def _roles_of_llama(model: nn.Module) -> Roles:
-    """Return the roles of transformers' ``LlamaForCausalLM``. Raises WeightsError for another model."""
+    """Return the roles of the modules of a ``LlamaForCausalLM``. Raise WeightsError for another model."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ != "LlamaForCausalLM" or config is None:
         raise WeightsError(
@@ -225,7 +225,7 @@ def _check_roles(model: nn.Module, roles: Roles) -> None:
 
 
 def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "") -> Any:
-    """Return the module ``name`` of ``model``. Raises WeightsError if it is missing or not of class ``kind``."""
+    """Return the module ``name`` of ``model``. Raise WeightsError if there is no such module of class ``kind``."""
     modules = dict(model.named_modules())
     title = f"{place}.{name}" if place else name
     if name not in modules:
@@ -237,7 +237,7 @@ def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "")
 
 
 def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int]:
-    """Return the owner, the key and the value of the attribute ``name`` of ``layer``, which must be an int."""
+    """Return the owner, the key and the value of the integer attribute ``name`` of ``layer``."""
     path, _, key = name.rpartition(".")
     owner = _module(layer, path, nn.Module, place)
     value = getattr(owner, key, None)
@@ -247,7 +247,7 @@ def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int
 
 
 def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[range]:
-    """Return the layers of each stage or piece. Raises WeightsError if ``mapping`` does not divide the model."""
+    """Return the layers of each pipeline stage. Raise WeightsError if ``mapping`` cannot divide the layers."""
     layers = _module(model, roles.layers, nn.ModuleList)
     widths = dict.fromkeys(
         [
@@ -271,7 +271,7 @@ def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[rang
 
 
 def _check_places(model: nn.Module, roles: Roles, stages: Sequence[range]) -> None:
-    """Check that each parameter belongs to exactly one stage."""
+    """Check that each parameter belongs to exactly one pipeline stage. Raise WeightsError otherwise."""
     last = len(stages) - 1
     starts = {f"{name}.": 0 for name in roles.before} | {f"{name}.": last for name in roles.behind}
     starts |= {f"{roles.layers}.{layer}.": stage for stage, layers in enumerate(stages) for layer in layers}
@@ -290,7 +290,7 @@ def _check_places(model: nn.Module, roles: Roles, stages: Sequence[range]) -> No
 
 
 class _Absent(nn.Module):
-    """A module that replaces a module of another stage."""
+    """A module without parameters that replaces a module of another pipeline stage."""
 
     def __init__(self, *, is_added: bool = False) -> None:
         super().__init__()
@@ -302,12 +302,12 @@ class _Absent(nn.Module):
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules, which shares the tensors of ``model``."""
+    """Return a copy of ``model`` with new modules that share the parameters and buffers of ``model``."""
     return deepcopy(model, {id(it): it for it in (*model.parameters(), *model.buffers())})
 
 
 def _keep_stage(model: nn.Module, roles: Roles, stages: Sequence[range], stage: int) -> list[nn.Module]:
-    """Replace the modules of other stages by empty modules, and return the layers of the stage ``stage``."""
+    """Replace the modules of other pipeline stages by empty modules, and return the layers of this stage."""
     absent = [
         f"{roles.layers}.{layer}" for index, layers in enumerate(stages) if index != stage for layer in layers
     ]
@@ -322,7 +322,7 @@ def _keep_stage(model: nn.Module, roles: Roles, stages: Sequence[range], stage: 
 
 
 def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:
-    """Return the logits, or the hidden states, in the output of a model of transformers."""
+    """Return the logits from the output object of a model of the library transformers."""
     logits: Tensor = output.logits
     return logits
 
@@ -367,7 +367,7 @@ def _divide(
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several names."""
+    """Return the names of each parameter of ``model`` that has several names, as one list per parameter."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -375,7 +375,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _give_whole(mesh: DeviceMesh, _norm: nn.Module, _args: object, output: Tensor) -> Tensor:
-    """Return the output of a norm as one DTensor for all columns, so that its gradient is added only once."""
+    """Return the output of a norm as an undivided DTensor, so that the norm's gradient is added only once."""
     whole: Tensor = (
         output.redistribute(placements=_WHOLE)
         if isinstance(output, DTensor)
@@ -401,7 +401,7 @@ def _join_output(mesh: DeviceMesh, _layer: nn.Module, _args: object, output: Ten
 
 
 def _make_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy each undivided parameter from the first instance to all instances of the tensor group."""
+    """Copy each undivided parameter from the first instance of the tensor group to all other instances."""
     for parameter in model.parameters():
         is_whole = not isinstance(parameter, DTensor) or parameter.placements == _WHOLE
         if is_whole and not parameter.is_meta:
@@ -416,7 +416,7 @@ class _OwnNumbers:
         self._forward: Callable[..., Any] = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass."""
+        """Run the module's forward pass, in training with random numbers of this instance only."""
         if not self._module.training:
             return self._forward(*args, **kwargs)
         with sharded_randomness():

@@ -1,4 +1,4 @@
-"""The measurement of a module without its weights, as input for a planner."""
+"""The description of a module for a planner, measured without memory for the weights."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ _TOKEN_DIMENSIONS = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Description(Model):
-    """The measurements of a module for `poprun-size`, in the fields of `popsize.model.Model`."""
+    """The measured sizes and operations of a module, in the form that the planner `poprun-size` reads."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the description to a JSON file that ``poprun-size --model`` reads."""
@@ -143,7 +143,7 @@ def _without_memory(value: Any, device: str) -> Any:
 
 
 def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: list[str]) -> None:
-    """Let the meter see where layers begin and end, and keep the names of running modules in ``entered``."""
+    """Register hooks on ``copy``: ``meter`` sees layers begin and end, ``entered`` lists the running modules."""
     for name, member in copy.named_modules():
         title = f"{name or 'the module'} ({type(member).__name__})"
         member.register_forward_pre_hook(lambda *_, title=title: entered.append(title), prepend=True)
@@ -157,20 +157,20 @@ def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: lis
 
 
 def _place(stretch: int, meter: OperationMeter) -> int:
-    """Return the layer of a stretch; the operations between two layers belong to the first of both layers."""
+    """Return the layer of a stretch of operations; operations between two layers belong to the first layer."""
     is_last = stretch == len(meter.stretches) - 1
     return stretch // 2 + 1 if is_last and stretch else (stretch + 1) // 2
 
 
 def _owners(weight: Weight, meter: OperationMeter) -> set[int]:
-    """Return the layers that own ``weight``: its first user, or both the first and last layer if both use it."""
+    """Return the layers that count ``weight``: the first user; first and last layer if both use ``weight``."""
     last = _place(len(meter.stretches) - 1, meter)
     users = {_place(user, meter) for user in weight.users} or {last}
     return {0, last} if {0, last} <= users else {min(users)}
 
 
 def _layers(meter: OperationMeter) -> list[Layer]:
-    """Return the layers; equal neighbours are joined to one layer with a count."""
+    """Return the measured layers of the model; a run of equal layers becomes one layer with a count."""
     last = _place(len(meter.stretches) - 1, meter)
     joined = [Stretch() for _ in range(last + 1)]
     for index, stretch in enumerate(meter.stretches):
@@ -193,7 +193,7 @@ def _layers(meter: OperationMeter) -> list[Layer]:
 
 
 def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
-    """Add to each layer its parameters, and the bytes that the layer keeps for the backward pass."""
+    """Add the sizes of the parameters, and the bytes kept for the backward pass, to each layer's amounts."""
     for weight in meter.weights.values():
         for owner in _owners(weight, meter):
             amount = weight.numel * meter.num_samples
@@ -212,7 +212,7 @@ def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
 
 
 def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Layer:
-    """Return the layer of ``stretch``, with the amounts of one sample."""
+    """Return the planner's description of one layer, from the operations that ``stretch`` has counted."""
     amounts: dict[str, Any] = {what: _share(amount, meter) for what, amount in stretch.amounts.items()}
     stored, scores = amounts.pop("stored", Split()), amounts.pop("scores", Split())
     kept = amounts.get("kept", Split())
@@ -240,7 +240,7 @@ def _share(amount: Split, meter: OperationMeter) -> Split:
 
 
 def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes: float) -> Layer:
-    """Return the last layer with the amounts of a loss, which reads the output of the layer.
+    """Return the last layer with the added costs of a loss function, which reads the output of the layer.
 
     If the output is divided, a tensor group adds the gradients of the input of the layer.
     """
@@ -259,7 +259,7 @@ def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes
 
 
 def _sequence(given: list[Tensor]) -> int:
-    """Return the tokens of a sample: the second dimension of the first suitable tensor; 1 if there is none."""
+    """Return the number of tokens of a sample, from the second dimension of a suitable input; otherwise 1."""
     for tensor in given:
         if tensor.dim() == _TOKEN_DIMENSIONS or (tensor.dim() > 1 and not tensor.is_floating_point()):
             return tensor.shape[1]

@@ -1,4 +1,4 @@
-"""torch's DeviceMesh of the job's instances: which instances have the same replica, stage and shard."""
+"""torch's DeviceMesh of the job's instances: which instances have the same replica, stage and tensor part."""
 
 from functools import cache
 from typing import Final
@@ -83,7 +83,7 @@ def _see_module(wrapper: nn.Module, _name: str, _module: object) -> None:
 
 
 def _refuse_ddp(wrapper: DistributedDataParallel, contract: Contract) -> None:
-    """Raise WeightsError if DistributedDataParallel averages gradients of different parts of a replica."""
+    """Raise WeightsError if the DDP model ``wrapper`` averages gradients of different parts of a replica."""
     ranks = get_process_group_ranks(wrapper.process_group)
     if len({contract.parallelism.part_of(rank).index for rank in ranks}) > 1:
         raise WeightsError(

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(num_devices: int) -> dict[str, object]:
-    """Measure this CPU as ``num_devices`` devices. Raises BackendError if a process fails or is late."""
+    """Return the speed of this CPU for each of ``num_devices`` processes. Raise BackendError if that fails."""
     # a fork need not import torch again, and is safe because this process has not started torch's threads
     context = multiprocessing.get_context("fork")
     number = max(2, num_devices)  # the link needs two processes
@@ -95,7 +95,7 @@ def measure(num_devices: int) -> dict[str, object]:
 
 
 def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
-    """Return each device's share of the disk of ``folder``: the free space, and the speed of reads and writes."""
+    """Return each instance's share of the disk of ``folder``: free space, and the speed of reads and writes."""
     threads = StoreThreads(torch.device("cpu"))
     memory = make_buffer(_STORE_BYTES).fill_(1)
     rates = {}
@@ -123,7 +123,7 @@ def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
 
 
 def _received(receivers: list[Connection]) -> list[dict[str, float]]:
-    """Return the speeds that all processes send. Raises BackendError if a process fails or is late."""
+    """Return the speeds that all processes send. Raise BackendError if a process fails or is late."""
     deadline = monotonic() + _LIMIT_SECONDS
     speeds: list[dict[str, float]] = []
     failures: list[str] = []
@@ -140,7 +140,7 @@ def _received(receivers: list[Connection]) -> list[dict[str, float]]:
 
 
 def _instance(index: int, num_devices: int, barrier: Barrier, folder: str, sender: Connection) -> None:
-    """Measure this process and send the speeds; each phase begins in all processes at the same time."""
+    """Measure the speeds of this process, at the same time as all other processes, and send the speeds."""
     try:
         sender.send(_speeds(index, num_devices, barrier, folder))
     except BrokenBarrierError:  # another process sends the reason
@@ -151,7 +151,7 @@ def _instance(index: int, num_devices: int, barrier: Barrier, folder: str, sende
 
 
 def _speeds(index: int, num_devices: int, barrier: Barrier, folder: str) -> dict[str, float]:
-    """Return the operations, bytes and operators that this process computes per second."""
+    """Return the arithmetic operations, bytes and torch operators that this process computes per second."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_devices))
     phases: dict[str, tuple[float, Callable[[], object]]] = {
         "fp32": (2 * _WIDTH**3, _product(torch.float32)),
@@ -181,7 +181,7 @@ def _copy() -> Callable[[], object]:
 
 
 def _tiny_operators() -> None:
-    """Run a forward and a backward pass, in which each forward operator has two backward operators."""
+    """Run small torch operators: a forward pass, and a backward pass with twice as many operators."""
     value = factor = torch.ones(8, dtype=torch.float32, requires_grad=True, device="cpu")
     for _ in range(_CHAIN):
         value = value * factor

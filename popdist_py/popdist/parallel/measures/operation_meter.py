@@ -28,7 +28,7 @@ _LOOKUPS: Final = ("embedding", "gather", "index", "index_select")
 
 @dataclass(eq=False)
 class Stretch:
-    """A part of the forward pass, with the amounts of the whole batch; only a repeated layer has a name."""
+    """A part of a forward pass (a repeated layer, or the operations between layers), with its costs per batch."""
 
     name: str = ""
     # the keys are fields of popsize.model.Layer; "stored" is what selective recomputation leaves of "kept"
@@ -44,17 +44,17 @@ class Stretch:
     parts: list[int] = field(default_factory=lambda: [0])
 
     def add(self, what: str, amount: float, *, divided: bool) -> None:
-        """Add ``amount`` to the sum ``what``; ``divided`` says whether tensor parallelism divides ``amount``."""
+        """Add ``amount`` to the cost ``what``; ``divided`` says whether tensor parallelism divides the amount."""
         self.amounts[what] += Split(divided=amount) if divided else Split(whole=amount)
 
     def raise_to(self, what: str, amount: float, *, divided: bool) -> None:
-        """Set the sum ``what`` to ``amount``, unless the sum is larger already."""
+        """Set the cost ``what`` to ``amount``, unless the cost is larger already."""
         if amount > self.amounts[what].on_device(1):
             self.amounts.pop(what)
             self.add(what, amount, divided=divided)
 
     def join(self, other: "Stretch") -> None:
-        """Add the amounts of ``other``, a stretch of the same layer; the first stretch gives name and output."""
+        """Add the costs of ``other``, another part of the same layer; the first part gives name and output."""
         if not self.name and self.output is None:
             self.name, self.output = other.name, other.output
         for what, amount in other.amounts.items():
@@ -68,7 +68,7 @@ class Stretch:
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter, the stretches that use the parameter, and whether tensor parallelism divides it."""
+    """The size of a parameter, its users in the pass, and whether tensor parallelism divides the parameter."""
 
     numel: int
     users: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Weight:
 
 @dataclass(eq=False)
 class Storage:
-    """The facts about the memory behind one or more tensors."""
+    """The known facts about the memory of tensors, such as the part of the pass that has written the memory."""
 
     maker: int = 0  # the stretch that wrote the memory
     weight: Weight | None = None  # the parameter in the memory, or the parameter from which it was computed
@@ -90,12 +90,12 @@ class Storage:
 
 
 class OperationMeter:
-    """A meter that runs and counts each operation, and counts each tensor kept for the backward pass."""
+    """A meter of a forward pass: it runs and counts operations, and counts tensors kept for the backward pass."""
 
     def __init__(
         self, weights: list[Tensor], constants: list[Tensor], inputs: list[Tensor], *, has_layers: bool
     ) -> None:
-        """Make a meter for a module with these tensors; ``has_layers`` says whether it has repeated layers."""
+        """Make a meter for a module; ``has_layers`` says whether the module has repeated layers."""
         item_bytes = max((it.element_size() for it in weights if it.is_floating_point()), default=HALF_BYTES)
         self._scale = HALF_BYTES / item_bytes
         self._has_layers = has_layers
@@ -109,7 +109,7 @@ class OperationMeter:
         self.storages |= {StorageWeakRef(it.untyped_storage()): Storage(given=True) for it in inputs}
 
     def enter(self, name: str, value: object) -> None:
-        """Begin the layer ``name``, which reads ``value``."""
+        """Begin to count for the repeated layer ``name``, whose arguments are ``value``."""
         if len(self.stretches) == 1:
             self.stretches[0].output = _first(value)
         self.stretches.append(Stretch(name))
@@ -117,14 +117,14 @@ class OperationMeter:
             self.stretches[-1].add("stored", self.bytes_of(tensor), divided=False)
 
     def exit(self, value: object) -> None:
-        """End a layer, or the whole pass, which returns ``value``."""
+        """End the count of a layer, or of the whole pass, whose result is ``value``."""
         tensor = self.stretches[-1].output = _first(value)
         if self.stretches[-1].name:
             self.can_divide &= tensor is not None and not self.known(tensor).divided
             self.stretches.append(Stretch())
 
     def known(self, tensor: Tensor) -> Storage:
-        """Return the facts about the memory of ``tensor``."""
+        """Return the recorded facts about the memory of ``tensor``; new memory gets a new record."""
         new = Storage(maker=len(self.stretches) - 1)
         return self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), new)
 
@@ -144,7 +144,7 @@ class OperationMeter:
         return tensor
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Run the operation ``operator``, count it, and return its result."""
+        """Run the operation ``operator``, count its cost, and return its result."""
         self.operator = operator
         name = str(operator.overloadpacket.__name__).lstrip("_")
         if name in _OPAQUE:
@@ -188,7 +188,7 @@ class OperationMeter:
         stretch.add("stored", self.bytes_of(outputs[0][0]), divided=divided)
 
     def _count_product(self, operands: tuple[Tensor, ...], work: float, output: tuple[Tensor, Storage]) -> None:
-        """Count a product with a weight, or of two activations, such as queries and keys (attention scores)."""
+        """Count a matrix product, of a weight and an activation, or of two activations (scores of attention)."""
         tensor, made = output
         stretch = self.stretches[-1]
         stretch.num_kernels += 1
@@ -208,7 +208,7 @@ class OperationMeter:
         stretch.add("matmul_flops", work, divided=weight is not None and weight.divided)
 
     def _count_weight(self, weight: Weight, tensor: Tensor, made: Storage) -> None:
-        """Count a product with a weight; a tensor group divides the weight by columns, and the next by rows."""
+        """Count a product with a weight; a tensor group divides this weight by columns and the next by rows."""
         stretch = self.stretches[-1]
         stretch.num_products += 1
         stretch.parts[-1] += weight.numel
@@ -227,7 +227,7 @@ class OperationMeter:
 
     @staticmethod
     def _divide(inputs: list[Storage], made: Storage) -> None:
-        """Mark each weight in ``inputs`` as divided if the activation ``made`` is divided."""
+        """Mark each weight in ``inputs`` as divided if the result ``made`` of the operation is divided."""
         for storage in inputs:
             if storage.weight is not None and not made.constant:
                 storage.weight.divided |= made.divided
@@ -235,7 +235,7 @@ class OperationMeter:
     def _count_elementwise(
         self, name: str, inputs: list[tuple[Tensor, Storage]], outputs: list[tuple[Tensor, Storage]]
     ) -> None:
-        """Count an operation on single elements, which spends its time on reading and writing memory."""
+        """Count an operation on single elements, whose cost is the bytes that are read and written."""
         known = [storage for _, storage in inputs]
         free = [storage for storage in known if not storage.constant]
         divided = any(storage.divided for storage in free)
@@ -274,5 +274,5 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _first(value: object) -> Tensor | None:
-    """Return the first floating-point tensor in ``value``; None if there is none."""
+    """Return the first floating-point tensor in the nested ``value``; None if there is no such tensor."""
     return next((it for it in tensors_in(value) if it.is_floating_point()), None)
