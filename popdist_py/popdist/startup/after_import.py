@@ -1,4 +1,4 @@
-"""Calls of functions after modules have been imported, without importing or patching the modules.
+"""Calls of functions after the import of modules, without importing or patching these modules.
 
 The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, whatever its
 version. So the module is written for Python 3.8 and imports almost nothing.
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class AfterImport:
-    """The first finder in ``sys.meta_path``: finds no module itself, but calls functions after imports."""
+    """A finder in ``sys.meta_path`` that finds no module itself, but calls functions after imports of modules."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[Call]] = {}
 
     def call(self, name: str, function: Call) -> None:
-        """Call ``function`` with the module ``name`` after its import; immediately if it is already imported."""
+        """Call ``function`` with the module ``name`` after its import, or now if it was imported before."""
         if name in sys.modules:
             function(sys.modules[name])
             return
@@ -62,7 +62,7 @@ class AfterImport:
 
 
 class _CallingLoader:
-    """A loader with another loader's methods; after the module has run, the module has the other loader only."""
+    """A loader that runs a module with another loader, and then calls the functions registered for the module."""
 
     def __init__(self, loader: Any, finder: AfterImport) -> None:
         self._loader = loader
@@ -72,12 +72,12 @@ class _CallingLoader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the other loader's module."""
+        """Return the module that the other loader makes for ``spec``."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module with the other loader, then call back."""
+        """Run ``module`` with the other loader, and then call the functions registered for ``module``."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 COORDINATOR = "POPDIST_JAX_COORDINATOR"
-"""The variable with the address at which JAX of instance 0 must listen; poprun reserves a port for it."""
+"""The environment variable with the address at which JAX of instance 0 must listen; poprun reserves a port."""
 
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 
 CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
-"""The variable with the number of CPU devices of an instance; poprun sets it unless the user has set it."""
+"""The environment variable with the number of CPU devices of an instance; poprun sets it if it is not set."""
 
 FIRST_WITH_CPU_DEVICES = (0, 5)
-"""The first version of JAX that reads this variable."""
+"""The first version of JAX that reads the environment variable ``JAX_NUM_CPU_DEVICES``."""
 
 
 def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
     """
 
     class PoprunCluster(clusters.ClusterEnv):  # type: ignore[name-defined,misc] # JAX keeps a list of its subclasses
-        """A job of poprun, started by any launcher."""
+        """A job of poprun as a kind of cluster for JAX, started by any launcher."""
 
         name = "poprun"
 
@@ -52,7 +52,7 @@ def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
         def get_coordinator_address(
             cls, *_: object, override_coordinator_port: str | None = None, **__: object
         ) -> str:
-            """Return the address at which the processes connect; the coordinator listens only at this address."""
+            """Return the address at which JAX's processes connect; the coordinator listens only there."""
             host, port = os.environ[COORDINATOR].rsplit(":", 1)
             address = host + ":" + (override_coordinator_port or port)
             os.environ.setdefault(BIND_ADDRESS, address)  # else JAX would listen at all addresses of the host
@@ -60,21 +60,21 @@ def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
 
         @classmethod
         def get_process_count(cls) -> int:
-            """Return the number of instances."""
+            """Return the number of instances of the job, which JAX calls processes."""
             return int(os.environ["WORLD_SIZE"])
 
         @classmethod
         def get_process_id(cls) -> int:
-            """Return the index of this instance."""
+            """Return the index of this instance in the job."""
             return int(os.environ["RANK"])
 
         @classmethod
         def get_local_process_id(cls) -> None:
-            """Return None, because an instance may have several devices, and poprun says which."""
+            """Return None, because an instance may have several devices, and poprun assigns the devices."""
 
 
 def describe_age(version: tuple[int, ...]) -> str:
-    """Return a warning if JAX is too old for several CPU devices, and the environment asks for them."""
+    """Return a warning if JAX is too old for the requested number of CPU devices; otherwise an empty text."""
     num_devices = os.environ.get(CPU_DEVICES, "1")
     if num_devices == "1" or version >= FIRST_WITH_CPU_DEVICES:
         return ""

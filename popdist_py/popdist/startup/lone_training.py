@@ -1,4 +1,4 @@
-"""A test at the end of a program in a job of several processes: its imports show whether it trained alone.
+"""A test at the end of a program that runs as several processes: do its imports show that it trained alone?
 
 The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
 for Python 3.8 and imports nothing. Pure.
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 FRAMEWORKS = ("torch", "keras", "tensorflow", "jax", "paddle")
-"""Libraries that train. torch shows whether a program trained; for the other libraries, an import counts."""
+"""The names of libraries that train. For torch a made optimizer counts as training, for others the import."""
 
 _CONNECTORS = ("horovod", "ray")
 """Modules of libraries that connect processes by their own means."""
 
 _CLUSTER = "PADDLE_TRAINER_ENDPOINTS"
-"""The variable by which Paddle connects processes."""
+"""The environment variable by which Paddle connects processes."""
 
 _SERVERS = ("_collective_ops_server_def", "_server_def")
-"""Attributes of TensorFlow's context that are set if a strategy has connected TensorFlow's workers."""
+"""The attributes of TensorFlow's context that are set if a strategy has connected TensorFlow's processes."""
 
 _NODES = ("--nnodes", "--node_rank", "--node-rank")
 
@@ -32,7 +32,7 @@ def has_trained_alone(
     excepthook: Callable[..., object],
     variables: Mapping[str, str],
 ) -> bool:
-    """Return whether a process seems to have trained, and no module connected it to other processes."""
+    """Return whether this process seems to have trained, although nothing connected it to other processes."""
     if _was_connected(modules, excepthook) or _CLUSTER in variables or '"ps"' in variables.get("TF_CONFIG", ""):
         return False
     checks = modules.get("popdist.step.checks.optimizer_checks")
@@ -44,7 +44,7 @@ def has_trained_alone(
 
 
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
-    """Return whether this process made a torch optimizer (torch then marks the class), or is a torchrun."""
+    """Return whether this process has made a torch optimizer, or is a torchrun that starts such processes."""
     if "torch.distributed.run" in modules:
         return not any(word.startswith(_NODES) for word in words)  # such a torchrun connects to torchruns
     optim = modules.get("torch.optim")
@@ -55,13 +55,13 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def _is_there(modules: Mapping[str, Any], name: str) -> bool:
-    """Return whether a library was imported, and not the stand-in of `popdist.startup.stub_finder`."""
+    """Return whether the library ``name`` was imported, and not a stand-in from `popdist.startup.stub_finder`."""
     spec = getattr(modules.get(name), "__spec__", None)
     return name in modules and getattr(spec, "origin", None) != "poptorch"
 
 
 def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:
-    """Return whether MPI, torch.distributed or another library, except popdist, connected this process."""
+    """Return whether MPI, torch.distributed or another library than popdist has connected this process."""
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
     if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
         return True

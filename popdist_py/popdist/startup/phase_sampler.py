@@ -1,4 +1,4 @@
-"""The sampler of phases: about twenty times a second, it adds the time of the main thread's phase on the page.
+"""The sampler of phases: about 20 times a second it adds time to the phase, such as data, of the main thread.
 
 The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
 for Python 3.8 and imports almost nothing. `popdist.ground.progress` reads the counters.
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 START, DATA, FORWARD, BACKWARD, OPTIMIZER = "start", "data", "forward", "backward", "optimizer"
 CHECKPOINT, COMMUNICATION, OUTSIDE = "checkpoint", "communication", "outside"
 PHASES = (START, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, COMMUNICATION, OUTSIDE)
-"""The phases. "start" is before the first of data, forward, backward and optimizer; "outside" is other code."""
+"""The phases. "start" is before the first data, forward, backward or optimizer; "outside" is other code."""
 
 COUNTERS_AT, COUNTERS_FORMAT = 272, f"=Q{len(PHASES)}d6dd"
-"""Place and format of the counters on the page: the number of optimizer steps, then the seconds of each phase.
+"""The place and format of the counters on the progress page: optimizer steps, then seconds of each phase.
 
 Then follow seconds of the main thread: of backward passes without use of the processor, of waits for a disk, of
 waits for DataLoader workers, of messages, which torch does not record, of long forward passes, and of garbage
 collection. The last number is the monotonic time at which the sampler began."""
 
 PLACES_AT, PLACE_BYTES = 512, 96
-"""Place on the page of the line of the program's code seen most often in each phase, and its number of bytes."""
+"""The place on the progress page of the program's slowest line in each phase, and its number of bytes."""
 
 ENDS_AT, ENDS_FORMAT, NUM_ENDS = 1280, "=100d", 100
-"""Place, format and number of the times of the last optimizer steps, oldest first (seconds since 1970)."""
+"""The place on the progress page of the last optimizer steps' times (seconds since 1970), format and number."""
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 0.07
 FIRST_STEPS = 10  # steps of optimizers, after which the sampler checks whether the process trains alone
@@ -72,21 +72,21 @@ _AROUND = {FORWARD: (DATA, BACKWARD, CHECKPOINT, START), COMMUNICATION: (START,)
 _TORCH_CALLS, _PIPELINING = "/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/"
 _MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _WORKERS = ("/selectors.py", "/multiprocessing/connection.py", "/threading.py", "/queue.py")
-"""Files in which a loader waits for the next batch of its workers."""
+"""The files in which a DataLoader waits for the next batch of its workers."""
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", os.path.dirname(os.__file__) + os.sep, "<frozen")
 
 
 class StackReader:
-    """A reader of stacks: finds the phase and the innermost line of the program's own code."""
+    """A reader of a thread's stack, which finds the training phase and the program's innermost own line."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[Phases, bool]] = {}
         self.has_messages = False  # whether the last stack was in a pipeline or in a message
 
     def read(self, frame: FrameType | None) -> tuple[str, Place | None]:
-        """Return the phase of the stack ``frame``, and the innermost line of the program's own code, or None."""
+        """Return the training phase of the stack ``frame``, and the program's innermost own line or None."""
         found, place = "", None
         self.has_messages = False
         while frame is not None:
@@ -117,12 +117,12 @@ def phases_of(file: str) -> Phases:
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file belongs to the program, and not to a library."""
+    """Return whether the source file ``file`` belongs to the program, and not to a library."""
     return not file.startswith(_OWN_FOLDER) and not any(part in file for part in _LIBRARIES)
 
 
 def used_device() -> Any:
-    """Return torch's module of the type of accelerator that this program uses, such as torch.cuda, or None."""
+    """Return torch's module for the accelerators that this program uses, such as torch.cuda, or None."""
     torch = sys.modules.get("torch")
     kinds = (getattr(torch, name, None) for name in ("cuda", "xpu"))
     return next((kind for kind in kinds if kind is not None and kind.is_initialized()), None)
@@ -153,14 +153,14 @@ class CollectorPause:
 
 
 class Collections:
-    """The time of Python's garbage collections."""
+    """The total time of Python's garbage collections."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._began_at_seconds = 0.0
 
     def record(self, moment: str, _: object) -> None:
-        """Add the duration of a collection when it ends; `gc.callbacks` calls this method."""
+        """Add the duration of a garbage collection when it ends; `gc.callbacks` calls this method."""
         now_seconds = time.monotonic()
         if moment == "start":
             self._began_at_seconds = now_seconds
@@ -169,14 +169,14 @@ class Collections:
 
 
 class LongForwards:
-    """The time of forward passes that take more than a second together between two steps of an optimizer."""
+    """The time of forward passes that together take more than a second between two optimizer steps."""
 
     def __init__(self) -> None:
         self.long_seconds = 0.0
         self._seconds = 0.0  # since the last optimizer step
 
     def add(self, phase: str, seconds: float, *, has_stepped: bool) -> None:
-        """Add ``seconds`` of a phase; begin anew if an optimizer has stepped since the last call."""
+        """Add ``seconds`` of ``phase``; begin again at 0 if an optimizer has stepped since the last call."""
         if has_stepped:
             self._seconds = 0.0
         elif phase in (DATA, FORWARD):
@@ -187,14 +187,14 @@ class LongForwards:
 
 
 class SlowLines:
-    """The line of the program that takes most time in each phase, found by majority vote, on the page."""
+    """The program's slowest line in each phase, found by a majority vote and written on the progress page."""
 
     def __init__(self, page: int) -> None:
         self._page = page
         self._favourites: dict[str, tuple[Place, int]] = {}
 
     def vote(self, phase: str, place: Place) -> None:
-        """Count ``place`` in the vote over the lines of a phase; write a new winner on the page."""
+        """Count ``place``, a line of the program, in the vote for ``phase``; write a new winner on the page."""
         favourite, votes = self._favourites.get(phase, (place, 0))
         if favourite == place:
             self._favourites[phase] = (place, votes + 1)
@@ -209,7 +209,7 @@ class SlowLines:
 
 
 class PhaseSampler:
-    """The counters of one program; the sampler's own thread updates the counters.
+    """The seconds of each training phase of one program; a thread of the sampler updates the seconds.
 
     The counters belong together, because each sample of the main thread changes all of them at one moment.
     """
@@ -243,7 +243,7 @@ class PhaseSampler:
         self._ends.append(time.time())
 
     def run(self, on_first_steps: Callable[[], None]) -> None:
-        """Sample until the program ends; call ``on_first_steps`` once, after the first optimizer steps."""
+        """Sample the main thread until the program ends; call ``on_first_steps`` after some optimizer steps."""
         import random
         import signal
 
@@ -264,7 +264,7 @@ class PhaseSampler:
                 on_first_steps()
 
     def inspect(self) -> None:
-        """Add the time since the last call to the phase of the main thread."""
+        """Add the time since the last call to the training phase that the main thread is in."""
         with self._pause:
             frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented for such diagnoses
             phase, place = self._stacks.read(frame)

@@ -1,4 +1,4 @@
-"""The start of torch's worker server, which sends the recorder's last collectives even if Python is blocked.
+"""The start of torch's worker server, which sends the last recorded collectives even if Python is blocked.
 
 The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program, so it is written
 for Python 3.8. The server listens on a unix socket whose file is removed immediately. So only a process that may
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 SOCKET_VARIABLE = "TORCH_WORKER_SERVER_SOCKET"
-"""The variable in which torch reads the path of the socket; a program that sets it has its own server."""
+"""The environment variable in which torch reads the socket's path; if a program sets it, it has a server."""
 
 LENGTH_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""The variables with the number of calls that torch's recorder keeps; if one is 0, there is no recorder."""
+"""The environment variables with the length of torch's record of collectives; 0 means no record."""
 
 OWN_LINE = b"WorkerServer.cpp"
-"""A text in the line that the server writes to standard error when it starts."""
+"""A text in the line that torch's worker server writes to standard error when it starts."""
 
 
 def start() -> int:
-    """Start the server; return the descriptor by which its socket can be reached, or 0 if there is no server."""
+    """Start torch's worker server, and return a descriptor for its socket, or 0 if no server was started."""
     if SOCKET_VARIABLE in os.environ or any(os.environ.get(name) == "0" for name in LENGTH_VARIABLES):
         return 0
     from torch.distributed.elastic.control_plane import worker_main
@@ -47,7 +47,7 @@ def start() -> int:
 
 
 def _enter_quietly(server: AbstractContextManager[None]) -> None:
-    """Start the server's threads for ever, with the program's signals blocked, and hide the server's line."""
+    """Start the threads of ``server`` for ever, with the program's signals blocked, and hide the server's line."""
     import ctypes
     import signal
 
@@ -74,11 +74,11 @@ def _enter_quietly(server: AbstractContextManager[None]) -> None:
 
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""The server's names for torch's recorders of gloo and of NCCL; only some builds of torch have NCCL."""
+"""The worker server's names for torch's recorders of gloo and NCCL; only some builds of torch have NCCL."""
 
 
 def read_recorder(descriptor: int) -> bytes:
-    """Return the records of this process's recorders: one line of JSON for each recorder."""
+    """Return the collectives that torch has recorded in this process: one line of JSON for each recorder."""
     return b"\n".join(_ask(descriptor, handler).replace(b"\n", b" ") for handler in HANDLERS)
 
 

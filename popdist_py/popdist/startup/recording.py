@@ -1,4 +1,4 @@
-"""The recording of some steps of this program: torch's profiler, collectives, DataLoader workers, and the clock.
+"""The recording of some training steps: torch's profiler, collectives, DataLoader workers, and the clock.
 
 The start-up hook (``startup/sitecustomize.py``) uses this module in the Python of the program if poprun wants a
 trace, so it is written for Python 3.8. `poprun.observe.show.trace` reads the files. No error in this module stops
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 SETTINGS = "POPDIST_TRACE"
-"""What to record, as JSON: ``file`` (prefix of file names), ``steps`` (two numbers) and ``seconds``."""
+"""The environment variable with the settings as JSON: ``file`` (prefix of names), ``steps`` and ``seconds``."""
 
 CLOCK_DESCRIPTOR = "POPDIST_CLOCK_DESCRIPTOR"
-"""The variable with the descriptor of a socket whose other end, the agent, sends its time."""
+"""The environment variable with the descriptor of a socket whose other end, poprun's agent, sends its time."""
 
 NUM_QUESTIONS = 12
 ANSWER_SECONDS = 0.05
@@ -39,7 +39,7 @@ def begin(
     make_pause: Callable[[], AbstractContextManager[None]],
     used_device: Callable[[], Any],
 ) -> None:
-    """Record what the environment asks for, after torch's import; read frames while ``make_pause()`` is open."""
+    """Record the steps that the environment asks for, after torch's import; read frames in ``make_pause()``."""
     settings = json.loads(os.environ[SETTINGS])
     try:
         if os.lstat(os.path.dirname(settings["file"])).st_uid != os.geteuid():
@@ -80,7 +80,7 @@ def ask_clock() -> list[int]:
 
 
 class Recording:
-    """The recording of this program, from the first step of the window to the last step.
+    """The recording of this program, from the first to the last step of the window that poprun wants to see.
 
     One class has the settings and the state of the window, because each call of torch can begin or end the window.
     """
@@ -113,7 +113,7 @@ class Recording:
         self._shared = mmap.mmap(-1, 1)  # tells forked workers whether the window is open
 
     def prepare(self, _torch: object) -> None:
-        """Count the optimizer's steps; a window from step 0 opens when the program first calls a module."""
+        """Count the optimizer's steps, and begin the recording at the right step; torch has just been imported."""
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -148,13 +148,13 @@ class Recording:
         return self._seconds > 0.0 and time.monotonic() >= self._deadline_seconds
 
     def _is_own_thread(self) -> bool:
-        """Return whether this thread has begun the window, because torch crashes if another thread ends it."""
+        """Return whether this thread has begun the recording: torch crashes if another thread ends a profile."""
         import threading
 
         return self._profile is not None and self._about["thread"] == threading.get_native_id()
 
     def _open(self) -> None:
-        """Begin the window, unless the program profiles itself."""
+        """Begin the recording of steps, unless the program profiles itself."""
         import threading
 
         import torch.profiler as profilers
@@ -183,7 +183,7 @@ class Recording:
         self._shared[0] = 1
 
     def _close(self, problem: str = "") -> None:
-        """End the window, and write the recorded data."""
+        """End the recording of steps, and write the recorded data to files."""
         profile, self._profile, self._shared[0] = self._profile, None, 0
         self._wait_for_device()
         self._about["ended_ns"] = time.time_ns()
@@ -199,7 +199,7 @@ class Recording:
         self._finish(problem)
 
     def _wait_for_device(self) -> None:
-        """Wait until the device has finished the operations that the program has queued."""
+        """Wait until the accelerator has finished the operations that the program has queued."""
         device = self._used_device()
         try:
             if device is not None:
@@ -208,14 +208,14 @@ class Recording:
             return
 
     def _recorder(self) -> str:
-        """Return what torch's recorders hold, as torch writes the text; poprun reads the text."""
+        """Return the collectives that torch has recorded, as text for poprun; empty if there is no recorder."""
         try:
             return self._read_recorder().decode(errors="replace")
         except OSError:
             return ""
 
     def _give_way(self) -> None:
-        """End the window because the program starts its own profiler."""
+        """End the recording because the program starts its own profiler."""
         if self._is_own_thread():
             self._close(PROFILES_ITSELF)
         elif self._profile is not None:
@@ -223,7 +223,7 @@ class Recording:
             self._finish(PROFILES_ITSELF)
 
     def _finish(self, problem: str) -> None:
-        """Stop recording, and write the other values that poprun reads."""
+        """Stop recording, and write the other values that poprun reads, such as ``problem``, to a file."""
         self._is_over = True
         if self._forward_hook is not None:  # because the hook would slow down every call of a module
             self._forward_hook.remove()
@@ -235,7 +235,7 @@ class Recording:
             return
 
     def end_program(self) -> None:
-        """Write the recorded data if the program ends before the window ends."""
+        """Write the recorded data if the program ends before the recording of steps has ended."""
         if self._is_own_thread():
             self._close()
         elif not self._is_over:
@@ -243,7 +243,7 @@ class Recording:
             self._finish(f"it ended after {self._num_steps} optimizer steps, and the window begins {begin}")
 
     def go_on_in_child(self) -> None:
-        """Record nothing in a forked child, except what it loads if the child is a DataLoader worker."""
+        """Record nothing in a forked child, except the loaded samples if the child is a DataLoader worker."""
         import threading
         from traceback import walk_stack
 
@@ -252,7 +252,7 @@ class Recording:
             threading.Thread(target=self._follow_worker, args=(threading.get_ident(),), daemon=True).start()
 
     def _follow_worker(self, thread: int) -> None:
-        """Record every few milliseconds, while the window is open, what this worker loads."""
+        """Record every few milliseconds which function this DataLoader worker runs, while steps are recorded."""
         begun_ns, text, pause = 0, "", self._make_pause()
         while True:
             with pause:
@@ -272,7 +272,7 @@ class Recording:
 
 
 def _loaded(frame: FrameType | None) -> str:
-    """Return the function of the program that a worker's fetcher has called; empty if the worker waits."""
+    """Return the program's function that a DataLoader worker runs in ``frame``; empty if the worker waits."""
     from traceback import walk_stack
 
     above = ""
@@ -285,7 +285,7 @@ def _loaded(frame: FrameType | None) -> str:
 
 
 class ProgramsProfilers:
-    """The profilers of torch that the program itself runs; calls ``tell`` before the program starts a profiler."""
+    """The torch profilers that the program runs itself; ``tell`` is called before such a profiler starts."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self.own: object = None  # the recording's profiler
@@ -293,7 +293,7 @@ class ProgramsProfilers:
         self._tell = tell
 
     def watch(self) -> None:
-        """Make torch call this object's methods when a profiler begins or ends."""
+        """Make torch inform this object when a profiler begins or ends."""
         from torch.autograd.profiler import profile as inner
         from torch.profiler import profile
 
@@ -315,7 +315,7 @@ class ProgramsProfilers:
 
 
 def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Callable[..., Any]:
-    """Return a method that first calls ``note`` with the method's object."""
+    """Return a method that first calls ``note`` with the method's object and then does the same as ``method``."""
     from functools import wraps
 
     @wraps(method)
@@ -327,14 +327,14 @@ def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Ca
 
 
 class Waits:
-    """The record of popdist's waits for other instances, made by wrapping methods of the page of progress."""
+    """The record of popdist's waits for other instances, made by wrapping methods of the progress page."""
 
     def __init__(self) -> None:
         self._page: Any = None
         self._waits: list[list[Any]] = []  # members (empty for all), number, text, begin and end
 
     def begin(self) -> None:
-        """Begin recording, if the program uses popdist."""
+        """Begin to record the waits, if the program uses popdist."""
         progress = sys.modules.get("popdist.ground.progress")
         if progress is None:
             return
@@ -353,7 +353,7 @@ class Waits:
         page.wait, page.end_wait = begin_recorded, end_recorded
 
     def end(self) -> list[list[Any]]:
-        """Stop recording; return the waits that have ended."""
+        """Stop recording, and return the waits that have ended."""
         if self._page is not None:
             del self._page.wait, self._page.end_wait
             self._page = None

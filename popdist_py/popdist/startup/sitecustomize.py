@@ -1,4 +1,4 @@
-"""The code that poprun makes every Python program run at its start, with or without popdist.
+"""The code that every Python program of a poprun job runs at its start, with or without popdist.
 
 poprun puts this folder first on the PYTHONPATH, where Python looks for a module of this name
 (https://docs.python.org/3/library/site.html). Then this module imports the ``sitecustomize`` that would have been
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
-"""The contract's name, repeated here because a Python without popdist cannot import the contract."""
+"""The environment variable with the descriptor of the progress page, the memory that poprun reads."""
 
 WORLD_SIZE = "WORLD_SIZE"
-"""The contract's variable with the number of instances; a single instance has no other instance to wait for."""
+"""The environment variable with the number of instances; a single instance waits for no other instance."""
 
 TRACE = "POPDIST_TRACE"
-"""The contract's variable that says what to record of the program, if set."""
+"""The environment variable with the settings of a recording of the program; absent if nothing is recorded."""
 
 MPI_PREFIXES = ("PMI_", "PMIX_")
-"""Prefixes of variables that only the launcher of an MPI runtime sets for a program."""
+"""The prefixes of environment variables that only the launcher of an MPI runtime sets for a program."""
 
 JAX_COORDINATOR = "POPDIST_JAX_COORDINATOR"
-"""The contract's variable with the address at which JAX's processes connect."""
+"""The environment variable with the address at which JAX's processes connect."""
 
 FINALIZE = b"MPI_Finalize"
 WAIT_AT, WAIT_FORMAT, CHANGES_ENDED_AT = 48, "=Qd96s96x", 256
@@ -40,7 +40,7 @@ FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
 
 
 def begin() -> None:
-    """Register poprun's functions in this process, unless another living process owns the page of progress."""
+    """Register poprun's functions in this process, unless another living process owns the progress page."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
@@ -74,7 +74,7 @@ def begin() -> None:
 
 
 def load_module(*place: str) -> ModuleType:
-    """Load a module of popdist by its path, without importing the package."""
+    """Load a module of popdist by its path, without importing the package popdist."""
     from _frozen_importlib_external import SourceFileLoader
 
     name = "_".join(("popdist", *place))
@@ -87,7 +87,7 @@ def load_module(*place: str) -> ModuleType:
 
 
 def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
-    """Make JAX find its job in poprun's variables; announce the use of JAX on this process's page."""
+    """Make JAX find its job in poprun's variables, and write on the progress page that JAX is used."""
 
     def announce() -> None:
         if signals.is_page(page) and signals.announced_pid(page) == os.getpid():
@@ -118,14 +118,14 @@ def leave_gloo_time(pid: int) -> None:
 
 
 def read_recorder(page: int, signals: ModuleType) -> bytes:
-    """Return the record of torch's recorder; raises OSError if there is none."""
+    """Return the collectives that torch has recorded. Raise OSError if torch has no recorder."""
     descriptor = int.from_bytes(os.pread(page, signals.RECORDER_BYTES, signals.RECORDER_AT), sys.byteorder)
     record: bytes = load_module("startup", "recorder_server").read_recorder(descriptor)
     return record
 
 
 def write_record(pid: int, page: int, signals: ModuleType, read: Callable[[], bytes]) -> None:
-    """Write, behind the page of progress, the collectives of a program that an exception has ended."""
+    """Write the recorded collectives behind the progress page, if an exception has ended the program."""
     if os.getpid() != pid or not signals.is_page(page) or not has_ended_program(last_error()):
         return
     try:
@@ -135,12 +135,12 @@ def write_record(pid: int, page: int, signals: ModuleType, read: Callable[[], by
 
 
 def last_error() -> BaseException | None:
-    """Return the exception that Python printed last, which may have ended the program; None if there is none."""
+    """Return the exception that Python printed last, which may have ended the program; otherwise None."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def announce_lone_training(pid: int, page: int, signals: ModuleType) -> None:
-    """Write on the page of progress that this program has trained alone, if this is so."""
+    """Write on the progress page that this program has trained without other processes, if it has."""
     if os.getpid() != pid or not signals.is_page(page):
         return
     try:
@@ -152,7 +152,7 @@ def announce_lone_training(pid: int, page: int, signals: ModuleType) -> None:
 
 
 class ExitCode:
-    """The attribute ``code`` of SystemExit, which also keeps the code with which Python ended the program.
+    """A replacement for ``SystemExit.code``, which keeps the exit code with which Python ended the program.
 
     A SystemExit leaves no other trace, because Python reads its code, deletes it and calls the functions
     registered at exit.
@@ -184,11 +184,11 @@ class ExitCode:
         self._original.__delete__(error)
 
     def begin(self) -> None:
-        """Replace the attribute ``code`` of SystemExit."""
+        """Replace the attribute ``code`` of SystemExit by this object."""
         self._place(self)
 
     def end(self) -> None:
-        """Restore the attribute, before the interpreter deletes its types."""
+        """Restore the attribute ``code`` of SystemExit, before the interpreter deletes its types."""
         self._place(self._original)
 
     def _place(self, attribute: object) -> None:
@@ -206,7 +206,7 @@ def exit_with_exception(*status: object) -> None:
 
 
 def watch_ending(page: int) -> None:
-    """Make the program end at once after a failure, if it is in an MPI job or uses JAX."""
+    """Make the program end at once after a failure, if the program is in an MPI job or uses JAX."""
     import atexit
 
     ending = SystemExit.__dict__["code"]
@@ -221,7 +221,7 @@ def watch_ending(page: int) -> None:
 
 
 def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
-    """End a failed program before MPI_Finalize or JAX's shutdown, which would wait for instances that wait for it.
+    """End a failed program before MPI_Finalize or JAX's shutdown, where it would wait for other instances.
 
     This function runs after the functions that the program itself has registered, so that their output is printed.
     """
@@ -253,7 +253,7 @@ def is_in_jax_job() -> bool:
 
 
 def exit_status(code: object) -> int:
-    """Return the exit status that Python gives the system for the ``code`` of a SystemExit."""
+    """Return the exit code of a process that Python ends with the ``code`` of a SystemExit."""
     if code is None:
         return 0
     if not isinstance(code, int):
@@ -262,7 +262,7 @@ def exit_status(code: object) -> int:
 
 
 def has_ended_program(error: BaseException | None) -> bool:
-    """Return whether the last printed exception ``error`` ended the program; extensions print others, too."""
+    """Return whether the last printed exception ``error`` has ended the program; a library may have printed it."""
     if error is None or error.__traceback__ is None:
         return False
     frame = error.__traceback__.tb_frame
@@ -270,7 +270,7 @@ def has_ended_program(error: BaseException | None) -> bool:
 
 
 def flush() -> None:
-    """Flush the buffers of Python's streams and of the C library."""
+    """Flush the output buffers of Python's streams and of the C library."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -285,7 +285,7 @@ def flush() -> None:
 
 
 def announce_finalize(page: int) -> None:
-    """Write on the page that the program waits in MPI_Finalize, in the format of `popdist.ground.progress`."""
+    """Write on the progress page that the program waits in MPI_Finalize."""
     import struct
     import time
 

@@ -1,4 +1,4 @@
-"""The signal at which a Python program writes the stacks of its threads behind its page of progress.
+"""The signal at which a Python program writes the stacks of its threads behind its progress page.
 
 `popdist` or the start-up hook (``startup/sitecustomize.py``) registers the signal. The hook loads this file by its
 path into the Python of the program: so it is written for Python 3.8 and imports almost nothing. The handler is
@@ -12,27 +12,27 @@ import os
 import sys
 
 PAGE_NAME = "poprun-progress"
-"""Name of the page's file, by which a descriptor that was reused for another file is detected."""
+"""The name of the progress page's file; a descriptor that was reused for another file has another name."""
 
 _PID_AT, _PID_BYTES = 8, 8
 _SIGNAL_AT, _SIGNAL_BYTES = 16, 4
-"""Places on the page of the process and of the signal, as in `popdist.ground.progress`."""
+"""The places on the progress page of the process ID and of the signal, as in `popdist.ground.progress`."""
 
 _TRAINED_ALONE_AT = 23
-"""Place on the page of the flag that the process has trained without other processes."""
+"""The place on the progress page of the flag that the process has trained without other processes."""
 
 RECORDER_AT, RECORDER_BYTES = 264, 4
-"""Place on the page of the descriptor by which the recorder of torch's collectives can be asked."""
+"""The place on the progress page of the descriptor for the recorder of torch's collectives."""
 
 _USES_JAX_AT = 268
-"""Place on the page of the flag that JAX has read which job it is in."""
+"""The place on the progress page of the flag that JAX has read its job."""
 
 _FIRST, _LAST = 40, 63
-"""Real-time signals (signal(7)) that no C library uses itself."""
+"""The real-time signals (signal(7)) that no C library uses itself."""
 
 
 def is_page(descriptor: int) -> bool:
-    """Return whether ``descriptor`` belongs to a page of progress."""
+    """Return whether ``descriptor`` belongs to a progress page, the memory that poprun reads."""
     try:
         return PAGE_NAME in os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -40,39 +40,39 @@ def is_page(descriptor: int) -> bool:
 
 
 def announced_pid(descriptor: int) -> int:
-    """Return the process id on the page; 0 if no process has written yet."""
+    """Return the process ID on the progress page; 0 if no process has written its ID yet."""
     return int.from_bytes(os.pread(descriptor, _PID_BYTES, _PID_AT), sys.byteorder)
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process ``pid`` exists."""
+    """Return whether a process with the ID ``pid`` exists."""
     return os.path.exists(f"/proc/{pid}")
 
 
 def announce(descriptor: int, signum: int) -> None:
-    """Clear the page, and write this process's id and its stack signal on the page."""
+    """Clear the progress page, and write this process's ID and its signal for stacks on the page."""
     os.pwrite(descriptor, bytes(os.sysconf("SC_PAGE_SIZE")), 0)
     os.pwrite(descriptor, signum.to_bytes(_SIGNAL_BYTES, sys.byteorder), _SIGNAL_AT)
     os.pwrite(descriptor, os.getpid().to_bytes(_PID_BYTES, sys.byteorder), _PID_AT)
 
 
 def announce_lone_training(descriptor: int) -> None:
-    """Write on the page that this process has trained without other processes."""
+    """Write on the progress page that this process has trained without other processes."""
     os.pwrite(descriptor, b"\1", _TRAINED_ALONE_AT)
 
 
 def announce_recorder(descriptor: int, recorder: int) -> None:
-    """Write on the page the descriptor of this process by which torch's recorder can be asked."""
+    """Write the descriptor on the progress page by which poprun can ask torch's recorder of collectives."""
     os.pwrite(descriptor, recorder.to_bytes(RECORDER_BYTES, sys.byteorder), RECORDER_AT)
 
 
 def announce_jax(descriptor: int) -> None:
-    """Write on the page that JAX has read its job, so that it connects this process to other processes."""
+    """Write on the progress page that JAX has read its job, so that JAX connects this process to others."""
     os.pwrite(descriptor, b"\1", _USES_JAX_AT)
 
 
 def register(descriptor: int) -> int:
-    """Register and return a free signal at which this process writes stacks to ``descriptor``; 0 if none."""
+    """Register a free signal at which this process writes its stacks to ``descriptor``; return the signal or 0."""
     signum = _free_signal()
     if signum:
         faulthandler.register(signum, file=descriptor, all_threads=True, chain=False)
@@ -80,14 +80,14 @@ def register(descriptor: int) -> int:
 
 
 def watch_crashes(descriptor: int) -> None:
-    """Make Python write its stacks behind the page if a signal such as SIGSEGV ends it, unless this is enabled."""
+    """Make Python write its stacks behind the progress page if a crash, such as SIGSEGV, ends the process."""
     if not faulthandler.is_enabled():
         os.lseek(descriptor, os.sysconf("SC_PAGE_SIZE"), os.SEEK_SET)
         faulthandler.enable(file=descriptor)
 
 
 def catches(signum: int) -> bool:
-    """Return whether this process has a handler for ``signum``; False for 0."""
+    """Return whether this process has a handler for the signal ``signum``; False for 0."""
     return bool(signum) and bool(_masks(b"SigCgt:") >> (signum - 1) & 1)
 
 
@@ -97,7 +97,7 @@ def _free_signal() -> int:
 
 
 def _masks(*names: bytes) -> int:
-    """Return the union of sets of signals of this process (proc_pid_status(5)) as a bit mask."""
+    """Return the union of the sets of signals that the kernel lists under ``names``, as a bit mask."""
     found = 0
     with open("/proc/self/status", "rb") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""The finder of stand-ins for libraries of PopTorch's programs; Python asks it if all other finders fail.
+"""A finder of stand-ins for libraries of PopTorch's programs, which Python asks if all other finders fail.
 
 The stand-ins belong to poptorch, a separate distribution: if poptorch is not installed, nothing is found.
 poptorch, `popdist.poptorch` and poprun's start-up hook register the finder; `import popdist` does not. The finder
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType, ModuleType
 
 ORIGIN = "poptorch"
-"""The origin in the specs of the stand-ins."""
+"""The origin in the import specs of the stand-ins."""
 
 _FOLDER = "poptorch.stubs"
 
@@ -31,18 +31,18 @@ _SERVED = {
     "examples_utils.load_lib_utils": "operation_loading",
     "examples_utils.load_lib_utils.load_lib_utils": "operation_loading",
 }
-"""For each module with a stand-in, the module in the folder that has its public names."""
+"""For each library with a stand-in, the module in poptorch that has the public names of the library."""
 
 _MACHINERY = "<frozen importlib._bootstrap>"
 
 
 class LastFinder:
-    """A finder that answers only if no other finder in ``sys.meta_path`` has the module."""
+    """A finder of stand-in modules that answers only if no other finder in ``sys.meta_path`` has the module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a stand-in, for an import statement; None for any other module or caller."""
+        """Return the spec of a stand-in module for an import statement; None for another module or caller."""
         if name not in _SERVED:
             return None
         from importlib.machinery import ModuleSpec
@@ -64,13 +64,13 @@ class LastFinder:
 
 
 class _Loader:
-    """A loader that fills a module with the public names of its stand-in."""
+    """A loader that fills a stand-in module with the public names of a module of poptorch."""
 
     def create_module(self, _spec: ModuleSpec) -> None:
-        """Return None, so that Python makes the module."""
+        """Return None, so that Python makes the module itself."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Copy the names of the stand-in."""
+        """Copy the public names of poptorch's module into ``module``."""
         source = _SERVED[module.__name__]
         if source:
             names = vars(__import__(_FOLDER + "." + source, fromlist=["__all__"]))
@@ -78,7 +78,7 @@ class _Loader:
 
 
 def _is_from_import(finder_frame: FrameType | None) -> bool:
-    """Return whether the caller of the finder is an import, not ``importlib.util.find_spec``."""
+    """Return whether an import statement calls the finder, and not ``importlib.util.find_spec``."""
     frame = None if finder_frame is None else finder_frame.f_back
     if frame is None or frame.f_code.co_filename != _MACHINERY:
         return False
@@ -88,7 +88,7 @@ def _is_from_import(finder_frame: FrameType | None) -> bool:
 
 
 def _is_poptorch_here() -> bool:
-    """Return whether poptorch can be imported, because it may not be installed in the program's Python."""
+    """Return whether poptorch can be imported in this Python."""
     if "poptorch" in sys.modules:
         return True
     from importlib.util import find_spec
@@ -97,6 +97,6 @@ def _is_poptorch_here() -> bool:
 
 
 def begin() -> None:
-    """Add the finder to ``sys.meta_path``, unless it is there."""
+    """Add the finder of stand-ins to ``sys.meta_path``, unless such a finder is there."""
     if not any(type(finder).__name__ == LastFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.append(LastFinder())
