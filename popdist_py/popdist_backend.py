@@ -1,4 +1,4 @@
-"""What torch calls when it is imported, through the entry point ``torch.backends``: alone in a file of its own.
+"""The function that torch calls at its import, through the entry point ``torch.backends``, in a file of its own.
 
 An exception here would end every program at ``import torch``. An interpreter may find the metadata of this
 distribution and not its packages, as with PYTHONPATH and an editable installation, or another ``popdist.py``.
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def register() -> None:
-    """Register the backend ``popdist`` with torch; where that fails, one that says why. Never raises."""
+    """Register torch's backend ``popdist``; on failure register a backend that raises the reason. Never raises."""
     try:
         _register()
     except Exception as error:  # noqa: BLE001 - torch would raise it

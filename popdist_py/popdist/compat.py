@@ -33,7 +33,7 @@ isBackendInitialized = is_initialized
 
 
 def isPopdistEnvSet() -> bool:
-    """Whether poprun started this program; False under other launchers, although popdist joins their jobs too."""
+    """Whether poprun started this program; False under other launchers, although popdist can join their jobs."""
     return environment().launcher is Launcher.POPRUN
 
 
@@ -43,7 +43,7 @@ def getReplicaIndexOffset() -> int:
 
 
 def getDeviceId(ipusPerReplica: int = 0) -> int:
-    """Return the number of this instance's device on its host; the argument is ignored."""
+    """Return the number that this instance's device has on its host; the argument is ignored."""
     del ipusPerReplica
     try:
         index: int | None = device().index

@@ -1,4 +1,4 @@
-"""The errors of popdist, and the checks of arguments of its functions.
+"""The errors of popdist, and checks of the arguments of popdist's functions.
 
 ``except popdist.PopdistError`` catches every error that this package raises deliberately. Its warnings are of the
 class :class:`PopdistWarning`.
@@ -86,14 +86,14 @@ class PopdistWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of a group's ranks in messages: the number of each rank, in rank order, and a noun."""
+    """The names of a process group's ranks in messages: the number of each rank, in rank order, and a noun."""
 
     members: tuple[int, ...]
     noun: str = "rank"
     place: str = ""  # of the instances with the same part of other replicas: `` (stage 0, shard 1)``
 
     def of(self, ranks: Iterable[int], *, max_runs: int | None = 6) -> str:
-        """Return the names of the members with these ranks, as text."""
+        """Return the names of the group's members with the ranks ``ranks`` as text."""
         return name_instances((self.members[rank] for rank in ranks), self.noun, max_runs=max_runs) + self.place
 
 
@@ -102,16 +102,16 @@ _SMALLEST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 MOST_PARTS = 2**20
-"""Maximum number of local replicas, and of a replica's micro batches in a step; more would take hours."""
+"""The largest number of an instance's replicas, or of a replica's micro batches in a step; more takes hours."""
 
 MOST_TOKENS = 2**31 - 1
-"""Maximum number of tokens of a row."""
+"""The largest number of tokens of a packed row."""
 
 
 def whole_number(
     what: str, value: object, error: type[PopdistError], *, minimum: int = 1, maximum: int | None = None
 ) -> int:
-    """Return ``value``, the argument ``what`` of the caller, as an int; raise ``error`` if it is not valid."""
+    """Return ``value``, the argument ``what``, as an int; raise ``error`` if ``value`` is no such whole number."""
     if type(value) is int and value >= minimum and (maximum is None or value <= maximum):
         return value  # the usual case, because the check of the protocol takes ten microseconds
     number = _as_whole(value)
@@ -137,7 +137,7 @@ def check_callable(error: type[PopdistError], **given: object) -> None:
 
 
 def seed_number(value: object, error: type[PopdistError]) -> int:
-    """Return ``value`` as a seed; raise ``error`` if torch does not accept this seed."""
+    """Return the seed ``value`` as an int; raise ``error`` if torch does not accept this seed."""
     number = _as_whole(value)
     if number is None or not _SMALLEST_SEED <= number <= _LARGEST_SEED:
         raise error(f"seed={value!r} must be a whole number from -2**63 to 2**64 - 1")
@@ -145,7 +145,7 @@ def seed_number(value: object, error: type[PopdistError]) -> int:
 
 
 def as_float(value: object) -> float:
-    """Return ``value`` as a float; NaN if ``value`` is no number."""
+    """Return ``value`` as a float; return NaN if ``value`` is no number."""
     if type(value) is float:  # the usual case for each micro batch, because the other checks take microseconds
         return value
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
@@ -166,7 +166,7 @@ def _as_whole(value: object) -> int | None:
 
 
 def name_first(names: Sequence[str], most: int = 3) -> str:
-    """Return the first ``most`` names as text, with the number of further names."""
+    """Return the first ``most`` of ``names`` as text, with the number of the other names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
@@ -183,7 +183,7 @@ def runs_of(numbers: Iterable[int]) -> list[range]:
 
 
 def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:
-    """Return instances as text, ``instances 0 to 2 and 5``; only the bounds if over ``max_runs`` ranges."""
+    """Return instances as text, such as ``instances 0 to 2 and 5``; only first and last for many ranges."""
     runs = runs_of(instances)
     if max_runs is not None and len(runs) > max_runs:
         return f"{sum(map(len, runs))} {noun}s from {runs[0][0]} to {runs[-1][-1]}"
@@ -195,11 +195,11 @@ def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs
 _OF_ALL: Final = re.compile(
     r"(?:^|, in )(checkpoint\.\w+|Mean\.compute|weighted_mean|all_reduce|all_gather|gather|broadcast\w*|barrier)\("
 )
-"""Calls that all instances must make but that programs make inside ``if is_main():``, as messages name them."""
+"""A pattern of calls that all instances must make, but that programs often make inside ``if is_main():``."""
 
 
 def remedy_of_lone_call(calls: Iterable[str]) -> str:
-    """Return what to write if programs make one of ``calls`` on one instance only; otherwise an empty text."""
+    """Return a remedy if ``calls`` has a call that programs make on one instance only; otherwise empty text."""
     found = [match[1] for call in calls if (match := _OF_ALL.search(call))]
     if len(found) != 1:
         return ""

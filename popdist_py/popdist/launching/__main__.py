@@ -1,4 +1,4 @@
-"""The program of an instance of a launched function: ``python -m popdist.launching FOLDER``.
+"""The program that each instance of `popdist.launch` runs: ``python -m popdist.launching FOLDER``.
 
 The program calls the function, and writes the result or the exception of the function into the folder.
 """
@@ -17,7 +17,7 @@ _HERE: Final = Path(__file__).parent
 
 
 def call_function(folder: Path) -> None:
-    """Call the function in ``folder`` on this instance; an exception ends the process as it would end a script."""
+    """Call the sent function on this instance, and write its result or exception to ``folder``."""
     instance = instance_index()
     try:
         with opened_own_folder(str(folder)):
@@ -42,7 +42,7 @@ def call_function(folder: Path) -> None:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback ``trace`` without its first frames, which are in this folder."""
+    """Return the traceback ``trace`` without its first frames, which are in the folder of this module."""
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
         trace = trace.tb_next
     return trace

@@ -5,7 +5,7 @@ For any number of instances the program prints the same loss and the same checks
 
 
 def main() -> None:
-    """Train for five epochs, and print the loss and the checksum of the weights on instance 0."""
+    """Train a small network for five epochs; instance 0 prints the loss and the checksum of the weights."""
     import torch
     from torch.nn.functional import mse_loss
     from torch.utils.data import TensorDataset

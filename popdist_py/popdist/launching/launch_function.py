@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - the class is only the cause of an error
-    """The traceback of an exception, as text from the instance that raised the exception."""
+    """The traceback of an exception on another instance, as text and as the cause of the same error here."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -33,7 +33,7 @@ def launch(
     num_replicas: int | None = None,
     **options: object,
 ) -> list[R]:
-    """Call ``fn(*args, **kwargs)`` on every instance of a new poprun job; wait for the end and return the results.
+    """Call ``fn(*args, **kwargs)`` on every instance of a new poprun job, and return the results of all calls.
 
     The call works in a notebook, a REPL, a script or a test. Each instance is a new process of this Python, with
     this working directory, environment and ``sys.path``. The function is called as a program would be, so it must
@@ -70,7 +70,7 @@ def launch(
 
 
 def _check_call(fn: object, args: object, kwargs: object) -> None:
-    """Check the arguments of :func:`launch`. Raises LaunchError also if the caller is an instance of a job."""
+    """Check the arguments of :func:`launch`. Raise LaunchError also if the caller is an instance of a job."""
     if not callable(fn):
         raise LaunchError(f"fn={fn!r} must be a function")
     if not isinstance(args, list | tuple):
@@ -89,7 +89,7 @@ def _check_call(fn: object, args: object, kwargs: object) -> None:
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield the options as words of poprun's command line."""
+    """Yield the options of poprun as words of a command line, such as ``--timeout=60``."""
     for name, value in options.items():
         word = f"--{name.replace('_', '-')}"
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -98,7 +98,7 @@ def _words(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _read_attempt(report: Path, code: int) -> dict[str, Any]:
-    """Return the last attempt in poprun's report. Raises LaunchError if poprun started nothing or was killed."""
+    """Return the last attempt in poprun's report. Raise LaunchError if poprun started nothing or was killed."""
     if code < 0:
         raise LaunchError(f"poprun was killed by {Signals(-code).name}, and its job has ended with it")
     job = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
@@ -110,7 +110,7 @@ def _read_attempt(report: Path, code: int) -> dict[str, Any]:
 
 
 def _values(folder: Path, attempt: Mapping[str, Any], code: int, name: str) -> list[Any]:
-    """Return the results of the function on all instances, or raise the error of the instance at fault."""
+    """Return the function's results on all instances, or raise the error of the instance at fault."""
     outcomes = [load_outcome(folder, instance["index"]) for instance in attempt["instances"]]
     if code == 0 and None not in outcomes:
         found = [_load(it, f"what {name} returned on instance {index}") for index, it in enumerate(outcomes) if it]
@@ -135,7 +135,7 @@ def _load(outcome: Outcome, what: str) -> Any:
 
 
 def _describe_end(instance: Mapping[str, Any], where: str, name: str) -> str:
-    """Return a text about the end of an instance that has neither returned nor raised."""
+    """Return a text about the end of an instance that has neither returned a result nor raised an error."""
     how = instance["problem"] or f"it ended with {instance['signal'] or instance['exit_code']}"
     hint = f": {instance['hint']}" if instance["hint"] else ""
     return "\n  ".join([f"{name} did not return on {where}: {how}{hint}", *instance["excerpt"]])

@@ -1,4 +1,4 @@
-"""poprun as a child process, which prints where Python prints, and ends if this process is interrupted or dies.
+"""poprun as a child process, which prints as Python prints, and ends if this process is interrupted or dies.
 
 The standard output of a notebook is an object without a file descriptor. So the output of poprun is read from a
 pipe, and written to this object.
@@ -18,11 +18,11 @@ _STARTER: Final = Path(__file__).with_name("start_poprun.py")
 _READ_BYTES: Final = 64 * 1024
 
 _Sinks = Mapping[int, tuple[codecs.IncrementalDecoder, TextIO]]
-"""For each pipe that is read: the decoder of its bytes, and the stream to which the text is written."""
+"""For each pipe of poprun, by descriptor, the decoder of its bytes and the stream to which text is written."""
 
 
 def run_poprun(words: Sequence[str]) -> int:
-    """Run poprun with ``words``, and return its exit code; an interrupt stops the job and is raised again.
+    """Run poprun with the arguments ``words``, and return its exit code; an interrupt stops the job.
 
     poprun has its own process group, because Ctrl-C reaches a whole group and would interrupt poprun twice.
     """

@@ -1,4 +1,4 @@
-"""Calls and results as cloudpickle's bytes for other processes, in a folder that only its user may open.
+"""Calls and results of launched functions, as bytes of cloudpickle in a folder that only its user may open.
 
 cloudpickle sends the functions and classes of a script or a notebook by value, and the functions and classes of a
 module by name. A module that other processes cannot import, such as a test file of pytest, is sent by value.
@@ -24,13 +24,13 @@ _CALL_FILE: Final = "call.pickle"
 
 
 def name_of(fn: Callable[..., object]) -> str:
-    """Return the name of ``fn`` for messages."""
+    """Return the name of the function ``fn`` for messages."""
     return getattr(getattr(fn, "func", fn), "__name__", repr(fn))  # a partial has no name itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A function and its arguments, pickled for other processes."""
+    """A function and its arguments, pickled for the instances of a job."""
 
     name: str  # name of the function, for messages
     pickled: bytes
@@ -39,7 +39,7 @@ class Call:
 
     @classmethod
     def of(cls, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Self:
-        """Make the call ``fn(*args, **kwargs)``. Raises LaunchError if a variable cannot be pickled."""
+        """Make the call ``fn(*args, **kwargs)``. Raise LaunchError if ``fn`` or an argument cannot be sent."""
         module = sys.modules.get(getattr(fn, "__module__", None) or "")
         by_value = _cloudpickle().list_registry_pickle_by_value()
         is_lost = module is not None and module.__name__ not in by_value and not _is_found(module)
@@ -57,12 +57,12 @@ class Call:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the call as a file in ``folder``, from which the instances read the call."""
+        """Write the call to a file in ``folder``, from which the instances read the call."""
         (folder / _CALL_FILE).write_bytes(pickle.dumps(self))
 
 
 def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
-    """Return the function and arguments of the call in ``folder``; set ``sys.path`` and the sources first."""
+    """Read the call in ``folder``, set ``sys.path`` and sources, and return the function and its arguments."""
     with opened_own_folder(str(folder)) as own, os.fdopen(open_below(own, _CALL_FILE, os.O_RDONLY), "rb") as file:
         call: Call = pickle.load(file)
     sys.path[:] = call.search_path
@@ -89,14 +89,14 @@ def _name_globals(fn: FunctionType) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result or the exception of the call on one instance."""
+    """The result or the exception of a launched function on one instance."""
 
     pickled: bytes  # the result of the function, or its exception
     traceback: str = ""  # text of the exception's traceback; empty for a result
 
     @classmethod
     def of_error(cls, error: Exception, traceback: str) -> Self:
-        """Make the outcome for the raised ``error``; use a LaunchError if ``error`` cannot be pickled."""
+        """Make the outcome for the exception ``error``; use a LaunchError if ``error`` cannot be pickled."""
         try:
             pickled = _cloudpickle().dumps(error)
             try:
@@ -109,11 +109,11 @@ class Outcome:
             return cls(pickled=pickle.dumps(told), traceback=traceback)
 
     def load(self) -> Any:
-        """Unpickle and return the result or the exception."""
+        """Unpickle and return the function's result or exception."""
         return pickle.loads(self.pickled)
 
     def save(self, folder: Path, instance: int) -> None:
-        """Write the outcome of ``instance`` as a file in ``folder``, completely or not at all."""
+        """Write the outcome of ``instance`` to a file in ``folder``, completely or not at all."""
         path = outcome_path(folder, instance)
         path.with_suffix(".part").write_bytes(pickle.dumps(self))
         path.with_suffix(".part").replace(path)
@@ -136,19 +136,19 @@ def _made_again(kind: type[Exception], args: tuple[object, ...], attributes: Map
 
 
 def load_outcome(folder: Path, instance: int) -> Outcome | None:
-    """Return the outcome of the call on ``instance``; None if the call did not end, as in a killed process."""
+    """Return the outcome of the function on ``instance``; None if the process was killed or has not ended."""
     path = outcome_path(folder, instance)
     outcome: Outcome | None = pickle.loads(path.read_bytes()) if path.exists() else None
     return outcome
 
 
 def outcome_path(folder: Path, instance: int) -> Path:
-    """Return the path of the file with the outcome of ``instance``."""
+    """Return the path of the file in ``folder`` with the function's outcome on ``instance``."""
     return folder / f"outcome-{instance}.pickle"
 
 
 def pickle_values(*named: tuple[str, object]) -> bytes:
-    """Pickle the named values as a tuple. Raises LaunchError, which names the part that cannot be pickled."""
+    """Pickle named values as a tuple. Raise LaunchError, which names the part that cannot be pickled."""
     try:
         pickled: bytes = _cloudpickle().dumps(tuple(value for _, value in named))
     except Exception:
@@ -164,7 +164,7 @@ def pickle_values(*named: tuple[str, object]) -> bytes:
 
 
 def _innermost(value: object, path: str, seen: set[int]) -> tuple[str, object, Exception] | None:
-    """Return the smallest part of ``value`` that cannot be pickled, its path and the error; None if all can."""
+    """Return the smallest part of ``value`` that cannot be pickled, its path and the error; otherwise None."""
     if id(value) in seen:
         return None
     seen.add(id(value))
@@ -177,7 +177,7 @@ def _innermost(value: object, path: str, seen: set[int]) -> tuple[str, object, E
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the parts of ``value``: a function's variables, a container's items, or an object's attributes."""
+    """Yield the parts of ``value``: variables of a function, items of a container, attributes of an object."""
     if inspect.isfunction(value):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         named = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # a cell may be empty
@@ -196,7 +196,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_found(module: ModuleType) -> bool:
-    """Whether another process with the same ``sys.path`` imports this same module by its name."""
+    """Whether another process with the same ``sys.path`` imports this same ``module`` by its name."""
     if module.__name__ == "__main__":  # cloudpickle sends __main__ by value
         return True
     places: Sequence[str] | None = None

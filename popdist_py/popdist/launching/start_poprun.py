@@ -1,4 +1,4 @@
-"""A program that becomes the command in its arguments, and gets SIGTERM when its parent process dies.
+"""A program that executes the command in its arguments, and gets SIGTERM when its parent process dies.
 
 The program has its own file, for a bare interpreter. A fork of a Python process with the threads and the
 accelerator of a notebook could hang.

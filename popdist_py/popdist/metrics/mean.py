@@ -1,4 +1,4 @@
-"""Exact means over the numbers of all instances, the same for any number of instances.
+"""Exact means over the numbers of all instances, bitwise equal for any number of instances.
 
 A floating-point sum depends on its order, and a program adds its losses in another order for each number of
 instances. Here a sum is a whole number of units of 2^-1074, the smallest float above 0. Every float is a multiple
@@ -21,18 +21,18 @@ Numbers: TypeAlias = "float | Tensor | Iterable[float | Tensor]"
 """A number, a tensor of numbers, or an iterable of numbers and tensors."""
 
 _UNIT_EXPONENT: Final = 1074
-"""The exponent of the unit of exact sums: the unit is 2 to the power of minus this number."""
+"""The exponent of the unit of exact sums: the unit is 2 to the power of minus 1074."""
 
 
 class _ExactSum:
-    """The exact sum of floats and integers."""
+    """A sum of floats and integers without rounding, as a whole number of the smallest float."""
 
     def __init__(self) -> None:
         self.num_units = 0
         self.infinite = 0.0
 
     def add(self, numbers: Sequence[float]) -> None:
-        """Add ``numbers``, which are floats and integers."""
+        """Add the floats and integers ``numbers`` to the sum without rounding."""
         for number in numbers:
             if isinstance(number, int):
                 self.num_units += number << _UNIT_EXPONENT
@@ -43,17 +43,17 @@ class _ExactSum:
                 self.infinite += number
 
     def __str__(self) -> str:
-        """Return the sum as two words, without rounding, for :meth:`add_words`."""
+        """Return the exact sum as text of two words, which :meth:`add_words` can add."""
         return f"{self.num_units:x} {self.infinite}"
 
     def add_words(self, num_units: str, infinite: str) -> None:
-        """Add the sum of another instance, given as the two words of its text."""
+        """Add the exact sum of another instance, given as the two words of its text."""
         self.num_units += int(num_units, 16)
         self.infinite += float(infinite)
 
 
 _NOTHING: Final = f"{_ExactSum()} {_ExactSum()}".split()
-"""The words that an instance sends if it has added nothing, or only zeros."""
+"""The text that an instance sends to the other instances if its total and its count are 0."""
 
 
 def weighted_mean(total: Numbers, count: Numbers) -> float:
@@ -137,7 +137,7 @@ class Mean:
         self._count.add(counts)
 
     def compute(self) -> float:
-        """Return the sum of all instances' totals divided by the sum of the counts. Every instance must call it.
+        """Return the mean over all instances, the totals divided by the counts. All instances must call it.
 
         The call changes nothing, so more numbers may be added afterwards.
 
@@ -152,7 +152,7 @@ class Mean:
         return self._over_all("Mean.compute()")
 
     def _over_all(self, text: str) -> float:
-        """Exchange the sums in the call ``text``, and return the mean over all instances."""
+        """Exchange the sums of all instances, and return the mean; ``text`` names the call in errors."""
         total, count = _ExactSum(), _ExactSum()
         received = [sums.split() for sums in _gather(f"{self._total} {self._count}", text)]
         for place in of_each_replica(current_group(), [words != _NOTHING for words in received]):
@@ -169,7 +169,7 @@ class Mean:
 
 
 def _flat(numbers: object) -> list[float]:
-    """Return all numbers in ``numbers``, as floats and integers."""
+    """Return all numbers in a number, tensor or nested list as one flat list of floats and integers."""
     if isinstance(numbers, float | int):
         return [numbers]
     if isinstance(numbers, str | bytes | dict | set):
@@ -186,13 +186,13 @@ def _flat(numbers: object) -> list[float]:
 
 
 def _shown(numbers: object) -> str:
-    """Return ``numbers`` as text for a message; a long list or tensor is shown by its type."""
+    """Return ``numbers`` as text for an error message; a long list or tensor is shown by its type."""
     text = repr(numbers)
     return text if len(text) <= 60 else f"a {type(numbers).__name__}"
 
 
 def _gather(sums: str, text: str, fault: str | None = None) -> list[str]:
-    """Return the sums of all instances. Raises CollectiveError if an instance sends no sums."""
+    """Return the sums of all instances as texts. Raise CollectiveError if an instance has sent no sums."""
     group = current_group()
     received = [data.decode() for data in gather_bytes(group, text, sums.encode())]
     refused = [instance for instance, it in zip(group.instances, received, strict=True) if not it]

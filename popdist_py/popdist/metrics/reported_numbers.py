@@ -32,7 +32,7 @@ OnReport = Callable[[dict[str, float], int | None], object]
 
 
 class NumberPipe:
-    """The pipe that sends numbers to the agent; numbers are dropped if the process has no such pipe."""
+    """A pipe that sends reported numbers to poprun's agent; without a pipe the numbers are dropped."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -54,18 +54,18 @@ class NumberPipe:
             atexit.register(self.flush)
 
     def close(self) -> None:
-        """Stop writing to the pipe."""
+        """Stop writing to the pipe; later numbers are dropped."""
         self._descriptor = -1
 
     def send(self, numbers: dict[str, float]) -> None:
-        """Write ``numbers`` to the pipe, now or together with the next numbers."""
+        """Write ``numbers`` to the pipe immediately, or soon, together with later numbers."""
         if self._descriptor >= 0:
             self._unsent |= numbers
             if time.monotonic() >= self._next_seconds:
                 self.flush()
 
     def flush(self) -> None:
-        """Write all numbers not written yet, as lines of JSON; the pipe takes each line whole or not at all."""
+        """Write all unwritten numbers to the pipe as lines of JSON; the pipe takes a line whole or not at all."""
         while self._unsent and self._descriptor >= 0:
             now_seconds = time.monotonic()
             some = dict(islice(self._unsent.items(), _NUMBERS_OF_A_LINE))
@@ -83,7 +83,7 @@ class NumberPipe:
 
 @dataclass(eq=False, slots=True)
 class _Listener:
-    """A callback that is called at each report, and whether the callback has failed before."""
+    """A callback of the program for each report of numbers, and whether the callback has failed before."""
 
     callback: OnReport
     has_failed: bool = False
@@ -91,7 +91,7 @@ class _Listener:
 
 @dataclass(slots=True, kw_only=True)
 class _Reporting:
-    """The state of this process's reports: the pipe, the names, the last step, and the callbacks."""
+    """The state of this process's reports of numbers: pipe, names, last step, and callbacks."""
 
     pipe: NumberPipe | None = None  # None before the first report
     names: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""ONNX files as torch modules, which can be trained and written back as ONNX.
+"""ONNX files as torch modules, which can be trained and written as ONNX files again.
 
 >>> from popdist.onnx import load
 """
@@ -84,7 +84,7 @@ class OnnxModule(nn.Module):
         self._inputs = [value for value in model.graph.input if value.name not in given]
 
     def _add(self, name: str, tensor: Tensor, *, is_trained: bool, persistent: bool = True) -> None:
-        """Register ``tensor`` as a parameter or a buffer with exactly this ``name``, or keep it as a constant."""
+        """Register ``tensor`` as the parameter or buffer ``name``, or keep ``tensor`` as the graph's constant."""
         if not tensor.is_floating_point() or not tensor.ndim:
             self._constants[name] = tensor
             return
@@ -103,14 +103,14 @@ class OnnxModule(nn.Module):
             raise OnnxError(f"torch cannot have a parameter called {name!r}: rename it in the file") from error
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers by their names in the graph; a tied tensor has several names."""
+        """Return all parameters and buffers by their names in the ONNX graph; a tied tensor has several names."""
         return {
             **dict(self.named_buffers(remove_duplicate=False)),
             **dict(self.named_parameters(remove_duplicate=False)),
         }
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the output of the graph, or a tuple if the graph has several outputs.
+        """Return the output of the ONNX graph for ``inputs``, or a tuple if the graph has several outputs.
 
         Raises:
             OnnxError: If the file has another number of inputs, or an input has another shape in the file.
@@ -154,7 +154,7 @@ class OnnxModule(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxNode:
-    """A node of a graph, with the function and the attributes that compute the node."""
+    """A node of an ONNX graph, with the torch function and the attributes that compute the node."""
 
     text: str
     operator: Operator
@@ -164,7 +164,7 @@ class OnnxNode:
     outputs: tuple[str, ...]
 
     def compute(self, values: Mapping[str, Tensor | None], *, is_training: bool) -> dict[str, Tensor]:
-        """Compute the node from ``values``, and return the values of the outputs by name."""
+        """Compute the node from ``values``, tensors by name, and return its outputs by name."""
         keywords = {**self.attributes, _IS_TRAINING: is_training} if self.knows_training else self.attributes
         try:
             given = self.operator(*[values[name] if name else None for name in self.inputs], **keywords)
@@ -178,7 +178,7 @@ class OnnxNode:
 
 
 def _opset_of(model: onnx.ModelProto) -> int:
-    """Return the version of ONNX's own operators in ``model``. Raises OnnxError if the version is below 13."""
+    """Return the version (opset) of ONNX's operators in ``model``. Raise OnnxError if the version is below 13."""
     opset = max((it.version for it in model.opset_import if it.domain in _OWN_DOMAINS), default=_LOWEST_OPSET)
     if opset < _LOWEST_OPSET:
         raise OnnxError(
@@ -189,7 +189,7 @@ def _opset_of(model: onnx.ModelProto) -> int:
 
 
 def _read_nodes(nodes: list[NodeProto], opset: int) -> list[OnnxNode]:
-    """Return the nodes with their functions. Raises OnnxError if ``OPERATORS`` lacks an operator."""
+    """Return the graph's nodes with their torch functions. Raise OnnxError if ``OPERATORS`` lacks an operator."""
     unknown = {_operator_of(node): node for node in reversed(nodes) if _operator_of(node) not in OPERATORS}
     if unknown:
         named = ", ".join(f"{operator} ({_describe(node)})" for operator, node in sorted(unknown.items()))
@@ -209,7 +209,7 @@ def _describe(node: NodeProto) -> str:
 
 
 def _read_node(node: NodeProto, opset: int) -> OnnxNode:
-    """Return the node with its function. Raises OnnxError if the function does not know an attribute.
+    """Return one node with its torch function. Raise OnnxError if the function does not know an attribute.
 
     An unknown attribute is ignored if it has ONNX's default.
     """
@@ -236,7 +236,7 @@ def _read_node(node: NodeProto, opset: int) -> OnnxNode:
 
 
 def _keywords_of(operator: Operator) -> set[str]:
-    """Return the keyword-only arguments of ``operator``; an empty set if ``operator`` is a builtin of torch."""
+    """Return the names of the keyword-only arguments of ``operator``; an empty set for a builtin of torch."""
     try:
         parameters = inspect.signature(operator).parameters.values()
     except ValueError:
@@ -245,7 +245,7 @@ def _keywords_of(operator: Operator) -> set[str]:
 
 
 def _defaults_of(node: NodeProto, opset: int) -> dict[str, object]:
-    """Return the defaults of the node's attributes; an empty dict if the operator is not one of ONNX's own."""
+    """Return the default values of a node's attributes; an empty dict if the operator is not one of ONNX's own."""
     if node.domain not in _OWN_DOMAINS:
         return {}
     attributes = onnx.defs.get_schema(node.op_type, opset).attributes
@@ -260,7 +260,7 @@ def _value_of(attribute: AttributeProto) -> Any:
 
 
 def _read_tensor(tensor: TensorProto) -> Tensor:
-    """Return the values of ``tensor`` as a torch tensor that may be changed in place."""
+    """Return the values of an ONNX tensor as a torch tensor that may be changed in place."""
     try:
         return torch.from_numpy(numpy_helper.to_array(tensor).copy())
     except TypeError as error:
@@ -271,7 +271,7 @@ def _read_tensor(tensor: TensorProto) -> Tensor:
 
 
 def _constant(node: NodeProto) -> Tensor:
-    """Return the value of a ``Constant`` node, which may be written as a tensor, a number or numbers."""
+    """Return the value of an ONNX ``Constant`` node, which is a tensor, a number or numbers, as a tensor."""
     value = _value_of(node.attribute[0])
     if isinstance(value, Tensor):
         return value
@@ -282,7 +282,7 @@ def _constant(node: NodeProto) -> Tensor:
 
 
 def _check_inputs(wanted: list[ValueInfoProto], given: tuple[Tensor, ...]) -> None:
-    """Check that ``given`` has as many inputs, and the same shapes, as the file describes in ``wanted``."""
+    """Check that the inputs ``given`` have the number and shapes that the ONNX file describes in ``wanted``."""
     names = [value.name for value in wanted]
     if len(given) != len(wanted):
         raise OnnxError(f"the model has the inputs {', '.join(names)}, and was called with {len(given)}")

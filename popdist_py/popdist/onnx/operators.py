@@ -1,4 +1,4 @@
-"""Torch functions that compute ONNX's operators, as ONNX defines the operators from opset 13 on.
+"""Torch functions that compute the operators of ONNX, as ONNX defines these operators from opset 13 on.
 
 The keywords of a function are the attributes of its operator, with ONNX's names and defaults. An attribute that is
 no keyword here must have ONNX's default.
@@ -18,7 +18,7 @@ Operator = Callable[..., Any]
 """A function of tensors (None for an input that is left out) and attributes; it returns one or several tensors."""
 
 Ints = Sequence[int] | None
-"""An attribute with a number for each axis; None if the attribute is left out."""
+"""An attribute of an operator with a number for each axis; None if the attribute is left out."""
 
 
 def _numbers(given: Tensor | Ints) -> list[int]:
@@ -50,13 +50,13 @@ def _gemm(  # noqa: PLR0913 - the inputs and attributes of ONNX's Gemm
 
 
 def _in_torchs_order(pads: Sequence[int]) -> list[int]:
-    """Return ONNX's pads (all begins, then all ends) in torch's order: axis by axis from the last axis."""
+    """Return ONNX's padding sizes (all begins, then all ends) in torch's order: by axis from the last axis."""
     half = len(pads) // 2
     return [pads[place] for axis in reversed(range(half)) for place in (axis, axis + half)]
 
 
 def _padding(x: Tensor, pads: Ints, value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """Pad ``x`` if the pads of both ends differ; return ``x``, and the equal pads left for torch's operator."""
+    """Pad ``x`` if the pads of both ends differ; return ``x``, and the equal pads that torch still has to add."""
     half = x.ndim - 2
     if not pads or pads[:half] == pads[half:]:
         return x, list(pads[:half]) if pads else [0] * half
@@ -138,7 +138,7 @@ def _reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Any:
-    """Reduce ``x`` over the axes ``given``, or over ``axes`` (before opset 18); without both over all axes."""
+    """Reduce ``x`` by ``compute`` over the axes ``given``, or ``axes`` (before opset 18), or all axes."""
     over = _numbers(axes if given is None else given)
     if not over and noop_with_empty_axes:
         return x

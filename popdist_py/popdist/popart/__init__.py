@@ -16,7 +16,7 @@ __all__ = ["Device", "configureSessionOptions", "getDevice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The device of one instance.
+    """The number of this instance's device and of its virtual IPUs, for PopART programs.
 
     Attributes:
         id: Number of the device on its host.
@@ -43,7 +43,7 @@ def configureSessionOptions(opts: Any) -> None:
 
 
 def getDevice(ipus_per_replica: int | None = None, connectionType: object = None) -> Device:
-    """Return the device of this instance.
+    """Return the device of this instance, a description for a PopART program.
 
     Args:
         ipus_per_replica: The number given to poprun; None means this number.

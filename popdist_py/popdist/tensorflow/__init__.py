@@ -1,4 +1,4 @@
-"""The functions that TensorFlow programs for PopDist call: devices, a strategy, sums and copies of instances.
+"""The functions that TensorFlow programs for PopDist call: devices, a strategy, sums and copies of values.
 
 TensorFlow itself computes and connects; poprun describes the job to TensorFlow (``TF_CONFIG``). Needs no torch.
 """
@@ -15,7 +15,7 @@ Config = TypeVar("Config")
 def set_ipu_config(
     config: Config, ipus_per_replica: int | None = None, *, configure_device: bool = True
 ) -> Config:
-    """Make this instance's GPUs visible to TensorFlow, and write its place in the job into ``config``.
+    """Make this instance's GPUs visible to TensorFlow, and write the instance's place in the job into ``config``.
 
     Args:
         config: Any object. ``select_ipus`` and ``experimental.multi_replica_distribution``, which an ``IPUConfig``
@@ -43,7 +43,7 @@ def set_ipu_config(
 
 
 class PopDistStrategy(tf.distribute.MultiWorkerMirroredStrategy):  # type: ignore[misc] # TensorFlow has no annotations
-    """TensorFlow's strategy for several workers: each instance is a worker, and all have equal variables.
+    """TensorFlow's strategy for several processes: each instance is a worker, and all have equal variables.
 
     Make the strategy before TensorFlow computes anything, after :func:`set_ipu_config`. In a job of one instance
     the strategy has one worker.
@@ -51,7 +51,7 @@ class PopDistStrategy(tf.distribute.MultiWorkerMirroredStrategy):  # type: ignor
 
 
 def allreduce(value: Any, reduce_op: Literal["SUM", "MEAN"] = "SUM") -> Any:
-    """Return the sum or the mean of the instances' values, on each instance.
+    """Return the sum or the mean of ``value`` over all instances; every instance gets the result.
 
     Args:
         value: A tensor, or a value that TensorFlow converts to a tensor; of the same shape and dtype on every
@@ -66,11 +66,11 @@ def allreduce(value: Any, reduce_op: Literal["SUM", "MEAN"] = "SUM") -> Any:
 
 
 def allgather(value: Any) -> Any:
-    """Return the values of all instances, on each instance: one row for each instance, in instance order."""
+    """Return the values of all instances on each instance: one row for each instance, in instance order."""
     strategy = tf.distribute.get_strategy()
     return strategy.gather(strategy.run(lambda one: tf.convert_to_tensor(one)[None], args=(value,)), axis=0)
 
 
 def broadcast(value: Any, root_rank: int = 0) -> Any:
-    """Return the value of instance ``root_rank`` on each instance; all values need equal shapes and dtypes."""
+    """Return ``value`` of the instance ``root_rank`` on each instance; shapes and dtypes must be equal."""
     return allgather(value)[root_rank]
