@@ -19,11 +19,11 @@ def register() -> None:
 
 
 def _register() -> None:
-    found = util.find_spec("popdist")
-    if found is None:
+    spec = util.find_spec("popdist")
+    if spec is None:
         raise ImportError("Python does not find popdist, of which it finds the metadata; install poprun again")
-    if found.submodule_search_locations is None:  # a program of that name must not run again
-        raise ImportError(f"{found.origin} stands in the way of the package popdist; give that file another name")
+    if spec.submodule_search_locations is None:  # a program of that name must not run again
+        raise ImportError(f"{spec.origin} stands in the way of the package popdist; give that file another name")
     from popdist.exchange.process_group import registration
 
     registration.register()
@@ -33,7 +33,7 @@ def _register_reason(reason: Exception) -> None:
     from torch.distributed import Backend
 
     def refuse(*_options: object) -> NoReturn:
-        told = reason if type(reason) is ImportError else f"{type(reason).__name__}: {reason}"
-        raise ImportError(f"torch has no backend popdist: {told} (`poprun --doctor` tells more)") from reason
+        why = reason if type(reason) is ImportError else f"{type(reason).__name__}: {reason}"
+        raise ImportError(f"torch has no backend popdist: {why} (`poprun --doctor` tells more)") from reason
 
     Backend.register_backend("popdist", refuse, extended_api=True, devices=["cpu"])

@@ -34,8 +34,8 @@ def call_function(folder: Path) -> None:
         outcome = Outcome(pickled=pickle_values((f"what {name_of(fn)} returned", value)))
     except Exception as error:
         users = _without_ours(error.__traceback__)
-        told = "".join(traceback.format_exception(type(error), error, users))
-        Outcome.of_error(error, told).save(folder, instance)
+        traceback_text = "".join(traceback.format_exception(type(error), error, users))
+        Outcome.of_error(error, traceback_text).save(folder, instance)
         _print_only(users)
         raise
     outcome.save(folder, instance)

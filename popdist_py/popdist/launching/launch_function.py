@@ -79,11 +79,11 @@ def _check_call(fn: object, args: object, kwargs: object) -> None:
         )
     if not isinstance(kwargs, Mapping | None):
         raise LaunchError(f"kwargs={kwargs!r} must map names to the arguments of {name_of(fn)}")
-    here = detect(os.environ)
-    if here.launcher is Launcher.POPRUN or here.contract.num_instances > 1:
+    job = detect(os.environ)
+    if job.launcher is Launcher.POPRUN or job.contract.num_instances > 1:
         raise LaunchError(
-            f"popdist.launch was called by instance {here.contract.instance_index} of "
-            f"{here.contract.num_instances} of a job that {here.launcher} started: call {name_of(fn)} itself, or "
+            f"popdist.launch was called by instance {job.contract.instance_index} of "
+            f"{job.contract.num_instances} of a job that {job.launcher} started: call {name_of(fn)} itself, or "
             "launch it from outside of a job"
         )
 

@@ -72,8 +72,8 @@ def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], 
         fn, args, kwargs = pickle.loads(call.pickled)
     except Exception as why:  # noqa: BLE001 - the code of the values' classes may raise anything
         users = why.__traceback__ and why.__traceback__.tb_next
-        told = LaunchError(f"{call.name} and its arguments cannot be read on an instance: {why}")
-        raise told from why.with_traceback(users)
+        launch_error = LaunchError(f"{call.name} and its arguments cannot be read on an instance: {why}")
+        raise launch_error from why.with_traceback(users)
     if inspect.isfunction(fn):
         _name_globals(fn)
     return fn, args, kwargs
@@ -105,8 +105,8 @@ class Outcome:
                 pickled = _cloudpickle().dumps(_RebuiltError(error))
             return cls(pickled=pickled, traceback=traceback)
         except Exception as why:  # noqa: BLE001 - the code of the exception's class may raise anything
-            told = LaunchError(f"{type(error).__name__}: {error}\n(which cannot be sent itself: {why})")
-            return cls(pickled=pickle.dumps(told), traceback=traceback)
+            launch_error = LaunchError(f"{type(error).__name__}: {error}\n(which cannot be sent itself: {why})")
+            return cls(pickled=pickle.dumps(launch_error), traceback=traceback)
 
     def load(self) -> Any:
         """Unpickle and return the function's result or exception."""
@@ -152,10 +152,10 @@ def pickle_values(*named: tuple[str, object]) -> bytes:
     try:
         pickled: bytes = _cloudpickle().dumps(tuple(value for _, value in named))
     except Exception:
-        found = next(filter(None, (_innermost(value, name, set()) for name, value in named)), None)
-        if found is None:
+        innermost = next(filter(None, (_innermost(value, name, set()) for name, value in named)), None)
+        if innermost is None:
             raise
-        path, part, why = found
+        path, part, why = innermost
         raise LaunchError(
             f"{path} cannot be sent to another process, because it is a {type(part).__name__}: {why}\n"
             "make it in the function, or send what it is made from"

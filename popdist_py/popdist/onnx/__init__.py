@@ -80,8 +80,8 @@ class OnnxModule(nn.Module):
         for node in model.graph.node:
             if node.op_type == "Constant":
                 self._add(node.output[0], _constant(node), is_trained=False, persistent=False)
-        given = {initializer.name for initializer in model.graph.initializer}
-        self._inputs = [value for value in model.graph.input if value.name not in given]
+        initialized = {initializer.name for initializer in model.graph.initializer}
+        self._inputs = [value for value in model.graph.input if value.name not in initialized]
 
     def _add(self, name: str, tensor: Tensor, *, is_trained: bool, persistent: bool = True) -> None:
         """Register ``tensor`` as the parameter or buffer ``name``, or keep ``tensor`` as the graph's constant."""
@@ -167,11 +167,11 @@ class OnnxNode:
         """Compute the node from ``values``, tensors by name, and return its outputs by name."""
         keywords = {**self.attributes, _IS_TRAINING: is_training} if self.knows_training else self.attributes
         try:
-            given = self.operator(*[values[name] if name else None for name in self.inputs], **keywords)
+            results = self.operator(*[values[name] if name else None for name in self.inputs], **keywords)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             error.add_note(f"This happened in {self.text}.")
             raise
-        tensors = (given,) if isinstance(given, Tensor) else tuple(given)
+        tensors = (results,) if isinstance(results, Tensor) else tuple(results)
         if len(tensors) != len(self.outputs):
             raise OnnxError(f"{self.text}, has {len(self.outputs)} outputs, and its function gives {len(tensors)}")
         return dict(zip(self.outputs, tensors, strict=True))

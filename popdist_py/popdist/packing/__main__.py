@@ -60,8 +60,8 @@ def _numbers(file: Path) -> list[Any]:
     try:
         text = file.read_text()
         if text.lstrip().startswith("["):
-            found = json.loads(text)
-            return found if isinstance(found, list) else [found]
+            values = json.loads(text)
+            return values if isinstance(values, list) else [values]
         return [int(word) for word in text.replace(",", " ").split()]
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise click.ClickException(f"{file} is no list of whole numbers: {error}") from None
@@ -80,19 +80,19 @@ def _strategies(
 ) -> list[PackingStrategy]:
     """Return the packing by each strategy, padding first; without ``optimal`` if scipy is missing."""
     # A lower bound that one strategy proves holds for every strategy with the same limit.
-    found = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
+    strategies = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
     if with_nnlshp:
-        found.append(nnlshp(counts, max_length, min(limit or SMALL_PACK, SMALL_PACK)))
+        strategies.append(nnlshp(counts, max_length, min(limit or SMALL_PACK, SMALL_PACK)))
     try:
-        found.append(optimal(counts, max_length, limit))
+        strategies.append(optimal(counts, max_length, limit))
     except PopdistError as error:
         click.echo(f"without optimal: {error}", err=True)
-    proved = found[-1]
+    proved = strategies[-1]
     return [
         replace(each, lower_bound=max(each.lower_bound, proved.lower_bound))
         if each.max_sequences_per_pack == proved.max_sequences_per_pack
         else each
-        for each in found
+        for each in strategies
     ]
 
 

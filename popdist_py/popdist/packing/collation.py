@@ -211,15 +211,15 @@ class Collator:
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
         if not dtype.is_floating_point and not float(padding).is_integer():
             raise BatchError(f"padding={padding} of {name!r}, whose values are of {dtype}: choose a whole number")
-        laid = torch.full(shape, padding, dtype=dtype, device="cpu")
+        filled = torch.full(shape, padding, dtype=dtype, device="cpu")
         for tensor, (row, start, _) in zip(tensors, places, strict=True):
             if tensor.dim() != 1 or start + len(tensor) > shape[1]:
                 raise BatchError(
                     f"the field {name!r} of a sample has shape {tuple(tensor.shape)}: one value for each token "
                     "fits a row"
                 )
-            laid[row, start : start + len(tensor)] = tensor
-        return laid
+            filled[row, start : start + len(tensor)] = tensor
+        return filled
 
 
 def _places(rows: Sequence[Row], lengths: Sequence[int], max_length: int) -> Iterator[tuple[int, int, int]]:
@@ -354,9 +354,9 @@ def _block_mask(segment_ids: Tensor, *, causal: bool) -> "BlockMask":
 def _check(segment_ids: Any) -> None:
     is_tensor = isinstance(segment_ids, Tensor)
     if not is_tensor or segment_ids.dim() != len(_SHAPE) or segment_ids.is_floating_point():
-        found = f"of shape {tuple(segment_ids.shape)}" if is_tensor else f"a {type(segment_ids).__name__}"
+        what = f"of shape {tuple(segment_ids.shape)}" if is_tensor else f"a {type(segment_ids).__name__}"
         raise BatchError(
-            f"segment_ids is {found}: expected whole numbers of shape [rows, length], as Packed has them"
+            f"segment_ids is {what}: expected whole numbers of shape [rows, length], as Packed has them"
         )
 
 

@@ -77,9 +77,9 @@ class PackedRows:
         first = np.repeat((np.cumsum(self._sizes) - self._sizes)[packs] - (ends - sizes), sizes)
         place = first + np.arange(len(first))
         lengths: NDArray[np.int64] = self._places.lengths[place]
-        taken = self._places.first[place] + np.repeat(copies, sizes) * self._places.repeats[place]
-        found: list[int] = self._samples_at(lengths, taken.astype(np.int64), epoch).tolist()
-        return [found[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
+        place_numbers = self._places.first[place] + np.repeat(copies, sizes) * self._places.repeats[place]
+        indices: list[int] = self._samples_at(lengths, place_numbers.astype(np.int64), epoch).tolist()
+        return [indices[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
 
     def _pack_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
@@ -429,8 +429,8 @@ def _map_loader(
             whole_lengths=_once_on_host(pieces.whole_lengths),
         )
     fetcher = _PackedFetcher(dataset, collation, rows, pieces)
-    own = {"sampler": EpochShares(epochs, position)}
-    return _PackedLoader(fetcher, rows, position, plan.accumulation, own | dict(options))
+    own_options = {"sampler": EpochShares(epochs, position)}
+    return _PackedLoader(fetcher, rows, position, plan.accumulation, own_options | dict(options))
 
 
 def _filled(collate: Collate, rows: list[StreamRow]) -> _Filled:

@@ -175,11 +175,11 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
     contract = context.environment().contract
     if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)
-    own = part(range(len(counted)), contract.data_parallel_index, contract.layout.num_instances)
+    own_part = part(range(len(counted)), contract.data_parallel_index, contract.layout.num_instances)
     with fail_together(context.current_group(), "count the lengths of samples", CollectiveError):
-        lengths = _count(Subset(counted, own), num_workers)
-    told: NDArray[np.int64] = gather(torch.from_numpy(lengths)).numpy()
-    return told
+        lengths = _count(Subset(counted, own_part), num_workers)
+    all_lengths: NDArray[np.int64] = gather(torch.from_numpy(lengths)).numpy()
+    return all_lengths
 
 
 def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:

@@ -127,9 +127,9 @@ def parallelize(
     stages = _dealt_layers(model, roles, found)
     if len(stages) > 1:
         _check_places(model, roles, stages)
-    own = range(mesh.get_local_rank("pipeline"), len(stages), found.pipeline)
-    pieces = nn.ModuleList([model] if len(own) == 1 else [_copy(model) for _ in own])
-    for piece, stage in zip(pieces, own, strict=True):
+    own_stages = range(mesh.get_local_rank("pipeline"), len(stages), found.pipeline)
+    pieces = nn.ModuleList([model] if len(own_stages) == 1 else [_copy(model) for _ in own_stages])
+    for piece, stage in zip(pieces, own_stages, strict=True):
         layers = _keep_stage(piece, roles, stages, stage)
         if found.tensor > 1:
             _divide(piece, roles, layers, mesh["tensor"], found)
@@ -138,7 +138,7 @@ def parallelize(
         if found.sharding in ("gradients", "weights"):
             for part in (*layers, piece):
                 fully_shard(part, mesh=mesh["replica"], reshard_after_forward=found.sharding == "weights")
-    return model if len(own) == 1 else pieces
+    return model if len(own_stages) == 1 else pieces
 
 
 def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -> Mapping:
@@ -160,13 +160,13 @@ def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -
             f"pipeline={pipeline}: start it with poprun --parallelism tensor={found.tensor},"
             f"pipeline={found.pipeline}, or with the mapping's file"
         )
-    wanted = [name for name in ("offload_activations", "offload_optimizer") if getattr(found, name)]
-    wanted += [f"phases={found.phases}"] * (found.phases > 1)
+    refused = [name for name in ("offload_activations", "offload_optimizer") if getattr(found, name)]
+    refused += [f"phases={found.phases}"] * (found.phases > 1)
     if found.sharding in ("gradients", "weights") and found.gradient_shards != replicas:
-        wanted.append(f"sharding={found.sharding} over {found.gradient_shards} of {replicas} replicas")
-    if wanted:
+        refused.append(f"sharding={found.sharding} over {found.gradient_shards} of {replicas} replicas")
+    if refused:
         raise ContractError(
-            f"parallelize() cannot apply {' and '.join(wanted)} of the mapping: search one without (poprun-size "
+            f"parallelize() cannot apply {' and '.join(refused)} of the mapping: search one without (poprun-size "
             "--fix offload_activations=no,offload_optimizer=no,phases=1), with shards over all replicas; phases "
             "of whole layers are those of popdist.parallel.phased(model, phases=...)"
         )

@@ -138,8 +138,8 @@ def _without_memory(value: Any, device: str) -> Any:
         return tuple(_without_memory(part, device) for part in value)
     if not isinstance(value, Tensor):
         return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
 def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: list[str]) -> None:

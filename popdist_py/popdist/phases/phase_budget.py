@@ -189,13 +189,13 @@ class PhaseBudget:
     def _cost(self, unit: Unit) -> UnitCost:
         """Return the bytes and seconds of a layer. A weight that layers share is updated with the first layer."""
         times, size, number = self._times[unit.index], self._memory.size, self._loop.num_micro_batches
-        own = [piece for piece in unit.pieces if piece.units[0] == unit.index]
-        trained = [(name, it) for piece in own for name, it in piece.named if it.requires_grad]
+        first_pieces = [piece for piece in unit.pieces if piece.units[0] == unit.index]
+        trained = [(name, it) for piece in first_pieces for name, it in piece.named if it.requires_grad]
         return UnitCost(
             weight_bytes=sum(size("weights", piece.index) for piece in unit.pieces),
             updated_bytes=sum(part_itself(it).nbytes for name, it in trained if name in self._owned),
             gradient_bytes=sum(part_itself(it).nbytes for _, it in trained),
-            state_bytes=sum(size("state", piece.index) for piece in own),
+            state_bytes=sum(size("state", piece.index) for piece in first_pieces),
             input_bytes=0.0,  # activations count as memory beside the phases: see _note_memory
             running_bytes=0.0,
             forward_seconds=times.forward_seconds / number,
@@ -222,10 +222,10 @@ class PhaseBudget:
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
         """Return a plan whose phases fit the memory limit. Raise WeightsError if no phases fit the limit."""
         limit = self.limit_bytes or 0
-        found = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
-        if isinstance(found, PhasePlan):
-            return found
-        needed, slots = (found.total + self._beside) / (1 - 2 * _SPARE), found.total - found.activations
+        plan = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
+        if isinstance(plan, PhasePlan):
+            return plan
+        needed, slots = (plan.total + self._beside) / (1 - 2 * _SPARE), plan.total - plan.activations
         largest = max(range(len(units)), key=lambda it: units[it].slot_bytes(has_sums=self._loop.has_sums))
         raise WeightsError(
             f"memory={_words(limit)!r} is too little: give {_words(needed)}. Of it two layers at once take "

@@ -376,16 +376,16 @@ class PhaseMemory:
 
 def _joined(slot: _Slot, parts: Iterable[tuple[MemoryPlace, StoredTensors, str]]) -> list[Move]:
     """Return the reads or writes of ``parts``; neighbours in the file and in memory are joined to one move."""
-    found: list[tuple[StoreFile, Region, int]] = []
-    wanted = [
+    moves: list[tuple[StoreFile, Region, int]] = []
+    regions = [
         (address.file, address.regions[name], slot.rooms[place][0] + address.offsets[name])
         for place, address, name in parts
     ]
-    for file, region, begin in sorted(wanted, key=lambda part: (id(part[0]), part[1].start)):
-        if found and found[-1][0] is file:
-            _, last, first = found[-1]
+    for file, region, begin in sorted(regions, key=lambda part: (id(part[0]), part[1].start)):
+        if moves and moves[-1][0] is file:
+            _, last, first = moves[-1]
             if last.end == region.start and first + last.length == begin:
-                found[-1] = (file, Region(start=last.start, num_bytes=region.end - last.start), first)
+                moves[-1] = (file, Region(start=last.start, num_bytes=region.end - last.start), first)
                 continue
-        found.append((file, region, begin))
-    return [(file, region.start, slot.memory[begin : begin + region.length]) for file, region, begin in found]
+        moves.append((file, region, begin))
+    return [(file, region.start, slot.memory[begin : begin + region.length]) for file, region, begin in moves]

@@ -92,9 +92,9 @@ class PhaseStore:
     def __init__(self, folder: "_Folder | None", group: Group, device: torch.device) -> None:
         place = HOST_MEMORY if folder is None else f"{folder.path.resolve()}"
         places = gather_json(group, "phased(), its stores", [machine(), place])
-        own = group.instances.index(group.backend.instance_index)
-        sharing = [index for index, it in enumerate(places) if it == places[own]]
-        self.host_index, self.host_size = sharing.index(own), len(sharing)
+        own_index = group.instances.index(group.backend.instance_index)
+        sharing = [index for index, it in enumerate(places) if it == places[own_index]]
+        self.host_index, self.host_size = sharing.index(own_index), len(sharing)
         self.step, self.is_torn = 0, False
         self.folder = folder
         self._group, self._first = group, sharing[0]
@@ -193,10 +193,10 @@ class PhaseStore:
                     if path is not None:  # a process that has an older file open keeps that file
                         path.unlink(missing_ok=True)
                     descriptor = _create(path, num_bytes)
-            made = gather_json(self._group, f"phased(), who has its {name}", [os.getpid(), descriptor])
+            descriptors = gather_json(self._group, f"phased(), who has its {name}", [os.getpid(), descriptor])
             with fail_together(self._group, f"phased(), opening its {name}", StoreError):
                 if self.host_index:
-                    descriptor = _open_created(path, *made[self._first])
+                    descriptor = _open_created(path, *descriptors[self._first])
         except BaseException:
             if descriptor >= 0:
                 os.close(descriptor)

@@ -94,9 +94,9 @@ class PhasedForward:
 
     def _check_weights(self) -> None:
         """Check that the layer computes with the parameters in the store. Raise WeightsError if it does not."""
-        own = {id(it) for piece in self.unit.pieces for it in piece.parameters}
+        stored_ids = {id(it) for piece in self.unit.pieces for it in piece.parameters}
         for name, parameter in self.unit.module.named_parameters():
-            if id(parameter) not in own:
+            if id(parameter) not in stored_ids:
                 raise WeightsError(
                     f"{self.unit.name}.{name} is another tensor than the parameter that phased() has in its "
                     "store, as torch.func.functional_call() or an assignment puts there: train with the "
@@ -159,10 +159,10 @@ def _cast_node(leaf: Tensor) -> Any:
     """Return the autograd node of autocast's cast of ``leaf``; None if autocast does not cast ``leaf`` here."""
     with torch.enable_grad():  # a product without elements costs nothing, and takes the cast from autocast's cache
         product = torch.matmul(leaf, torch.zeros(leaf.shape[-1], 0, dtype=leaf.dtype, device=leaf.device))
-    node, found = product.grad_fn, None
+    node, last = product.grad_fn, None
     while node is not None and getattr(node, "variable", None) is not leaf:
-        node, found = node.next_functions[0][0], node
-    return found if found is not None and found.name().startswith("ToCopy") else None
+        node, last = node.next_functions[0][0], node
+    return last if last is not None and last.name().startswith("ToCopy") else None
 
 
 class _Entrance(torch.autograd.Function):
@@ -268,11 +268,11 @@ class _Call:
         return entered
 
     def _compute(self, entered: Sequence[Tensor]) -> Any:
-        args, kwargs = given = _put_back(self._structure, entered)
-        before = [*leaves_of(given)]
+        args, kwargs = arguments = _put_back(self._structure, entered)
+        before = [*leaves_of(arguments)]
         with torch.enable_grad():
             result = self._owner.forward(*args, **kwargs)
-        after = [*leaves_of(given)]
+        after = [*leaves_of(arguments)]
         pairs = zip(before, after, strict=False)
         if len(before) != len(after) or any(one[0] != two[0] or one[1] is not two[1] for one, two in pairs):
             raise WeightsError(
@@ -294,14 +294,14 @@ class _Call:
     def _record(self, result: Any, inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
         """Record the results of the layer, and the inputs that the layer has written in place."""
         self._record_written(inputs, entered)
-        found: list[Tensor] = []
-        self._nest = _take_out(result, found)
+        results: list[Tensor] = []
+        self._nest = _take_out(result, results)
         if self._owner.same.is_checked():
-            self._digest = digest_of_tensors(found)
-        own = Counter(map(_memory_of, found))
+            self._digest = digest_of_tensors(results)
+        num_uses = Counter(map(_memory_of, results))
         sources = {_memory_of(it): place for place, it in reversed([*enumerate(entered)])} | {0: None}
         weights = {_memory_of(it) for piece in self.unit.pieces for it in piece.parameters}
-        for number, it in enumerate(found):
+        for number, it in enumerate(results):
             memory = _memory_of(it)
             place = sources.get(memory)
             if place is not None and it.dtype == entered[place].dtype:
@@ -312,7 +312,7 @@ class _Call:
             if not it.requires_grad:
                 self._results.append(it_or_copy)
                 continue
-            is_alone = place is None and own[memory] == 1
+            is_alone = place is None and num_uses[memory] == 1
             self._results.append(partial(_returned, len(self.returned)))
             self._own.append(number)
             self.returned.append(it_or_copy.data if is_alone else it_or_copy.detach())
@@ -345,10 +345,10 @@ class _Call:
         """Compute the layer again: add its weights' gradients to ``.grad``, return the gradients of its inputs."""
         calls = self.run.calls
         calls.check(self.unit, self._micro_batch)
-        found: dict[int, Tensor] = {}
+        input_gradients: dict[int, Tensor] = {}
         with self.run.running(self.unit, backward=True):
             with self._state.restored(), self._casts.in_place(is_first=False):
-                entered = self._entered(tensors, lambda place: partial(found.__setitem__, place))
+                entered = self._entered(tensors, lambda place: partial(input_gradients.__setitem__, place))
                 results: list[Tensor] = []
                 _take_out(self._compute(entered), results)
                 self._check_same(entered, results)
@@ -360,12 +360,12 @@ class _Call:
             ]
             del entered, results, outputs
             if pairs:
-                roots, given = zip(*pairs, strict=True)
+                roots, root_gradients = zip(*pairs, strict=True)
                 pairs.clear()
                 with _explained(self.unit):
-                    torch.autograd.backward(roots, given)
+                    torch.autograd.backward(roots, root_gradients)
             self.run.end_call(self.unit, self._casts.cache)
-        return [found.get(place) for place in range(len(tensors))]
+        return [input_gradients.get(place) for place in range(len(tensors))]
 
     def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Check that the second computation writes the same inputs and has the same results as the first."""

@@ -195,10 +195,10 @@ def is_written(parameter: Parameter) -> bool:
     before, absent = getattr(part, "_popdist_writes", None), getattr(part, "_popdist_absent", None)
     part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
     is_lost = absent is not None and absent.is_cpu and absent.is_floating_point() and not absent.isnan()
-    found = is_lost or before not in (None, num_writes(part))
-    if found and absent is not None:
+    is_changed = is_lost or before not in (None, num_writes(part))
+    if is_changed and absent is not None:
         absent.fill_(nan if absent.is_floating_point() or absent.is_complex() else 0)
-    return found
+    return is_changed
 
 
 def written_error(name: str) -> WeightsError:

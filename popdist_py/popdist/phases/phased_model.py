@@ -191,12 +191,12 @@ class PhasedModel(WrappingModel):
             WeightsError: If a weight has another shape, or if ``strict`` and keys are missing or unexpected. Then
                 nothing is changed.
         """
-        run, own = self.phased_steps.run, self.module.state_dict(keep_vars=True)
+        run, state = self.phased_steps.run, self.module.state_dict(keep_vars=True)
         self.store.check_open()
-        found = {key: run.names[id(it)] for key, it in own.items() if id(it) in run.names and key in state_dict}
-        missing = [key for key in own if key not in state_dict]
-        unexpected = [key for key in state_dict if key not in own]
-        wrong = [key for key in found if tuple(state_dict[key].shape) != tuple(own[key].shape)]
+        names = {key: run.names[id(it)] for key, it in state.items() if id(it) in run.names and key in state_dict}
+        missing = [key for key in state if key not in state_dict]
+        unexpected = [key for key in state_dict if key not in state]
+        wrong = [key for key in names if tuple(state_dict[key].shape) != tuple(state[key].shape)]
         if wrong or (strict and (missing or unexpected)):
             raise WeightsError(
                 f"no state dict of {type(self.module).__name__}: missing: {name_first(missing) or 'none'}; "
@@ -204,11 +204,11 @@ class PhasedModel(WrappingModel):
             )
         run.memory.wait()
         weights = self.store.weights
-        for key, name in found.items() if self.store.host_index == 0 else ():
+        for key, name in names.items() if self.store.host_index == 0 else ():
             if self.store.place_of(local_part(state_dict[key])) != (weights.file, weights.regions[name].start):
                 weights.write(name, state_dict[key])
         run.reload()
-        others = {key: value for key, value in state_dict.items() if key not in found}
+        others = {key: value for key, value in state_dict.items() if key not in names}
         keys = self.module.load_state_dict(others, strict=False)
         self.phased_steps.buffers.clear_outside_writes()
         return type(keys)(missing, unexpected)
@@ -261,31 +261,31 @@ def _stored(
     group = context.data_parallel_group()
     if context.environment().contract.parallelism.is_shared and os.fspath(store) != HOST_MEMORY:
         store = Path(store) / f"part-{context.environment().contract.replica_part.index}"
-    found = find_layers(module, layers)
-    forms = {name: TensorForm.of(part_itself(it)) for piece in found.pieces for name, it in piece.named}
+    phased_layers = find_layers(module, layers)
+    forms = {name: TensorForm.of(part_itself(it)) for piece in phased_layers.pieces for name, it in piece.named}
     device = next((it.device for it in module.parameters() if not it.is_meta), None)
     is_meta, device = device is None, device or context.device()
-    made = PhaseStore.open(store, forms, group=group, device=device)
+    phase_store = PhaseStore.open(store, forms, group=group, device=device)
     try:
-        units = [unit.module for unit in found.units]
+        units = [unit.module for unit in phased_layers.units]
         for tensors in unit_weights(module, units, initialize=initialize, weights=weights):
-            _write(made, group, tensors)
+            _write(phase_store, group, tensors)
             for name in tensors:
                 make_absent(module.get_parameter(name), device)
             tensors.clear()
             give_back_memory(device)  # before the next layer is made
-        found = find_layers(module, units)
-        for piece in found.resident:
-            _write(made, group, {name: it.detach() for name, it in piece.named})
+        phased_layers = find_layers(module, units)
+        for piece in phased_layers.resident:
+            _write(phase_store, group, {name: it.detach() for name, it in piece.named})
         if is_meta:
             move_buffers(module, device)
         if len(group.instances) > 1:
             broadcast_tensors(group, 0, list(module.buffers()))
-        made.wait_for_host()
+        phase_store.wait_for_host()
     except BaseException:
-        made.discard()
+        phase_store.discard()
         raise
-    return PhasedRun(found, made, group, layout)
+    return PhasedRun(phased_layers, phase_store, group, layout)
 
 
 def _write(store: PhaseStore, group: Group, tensors: Mapping[str, Tensor]) -> None:

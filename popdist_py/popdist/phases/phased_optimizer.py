@@ -280,20 +280,20 @@ class PhasedOptimizer(Optimizer):
         held: State = {}
         if parameter in self.state:
             held = {name: self.state[parameter].get(name, state.get(name)) for name in form.names}
-        own = Parameter(weights.detach(), requires_grad=True)
-        own.grad = local_part(gradient)
-        made = self._steppers[place.group].step(own, held, place.position)
-        if own.data_ptr() != weights.data_ptr():
-            weights.copy_(own)
-        if not made:
+        detached = Parameter(weights.detach(), requires_grad=True)
+        detached.grad = local_part(gradient)
+        new_state = self._steppers[place.group].step(detached, held, place.position)
+        if detached.data_ptr() != weights.data_ptr():
+            weights.copy_(detached)
+        if not new_state:
             return
-        if not form.fits(made):
-            self._refuse_state(place, made)
+        if not form.fits(new_state):
+            self._refuse_state(place, new_state)
         for name in form.tensors:
-            if made[name] is not state[name]:
-                state[name].copy_(made[name])
-        self.state[parameter] = {name: made[name] for name in form.values}
-        form.write_record(state[RECORD], made)
+            if new_state[name] is not state[name]:
+                state[name].copy_(new_state[name])
+        self.state[parameter] = {name: new_state[name] for name in form.values}
+        form.write_record(state[RECORD], new_state)
 
     def end_update(self) -> None:
         """End the updates of one step, and copy changed settings of the optimizers to the parameter groups."""
@@ -311,13 +311,13 @@ class PhasedOptimizer(Optimizer):
 
         Its tensors are read from the store only when used, and the next step changes them: save the state before.
         """
-        own = self.state
+        small_values = self.state
         whole = {parameter: self._whole_state(parameter) for parameter in self._places}
         self.state = defaultdict(dict, {parameter: state for parameter, state in whole.items() if state})
         try:
             return super().state_dict()
         finally:
-            self.state = own
+            self.state = small_values
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -347,22 +347,22 @@ class PhasedOptimizer(Optimizer):
             self.__setstate__(before)
             raise
 
-    def _load(self, parameter: Tensor, known: _Place, settings: Mapping[str, Any], saved: State) -> None:
+    def _load(self, parameter: Tensor, place: _Place, settings: Mapping[str, Any], saved: State) -> None:
         """Write the saved state of ``parameter`` to the store, except tensors that already lie there."""
-        form = known.form
+        form = place.form
         record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8, device="cpu")
         written = {RECORD: record}
         if saved:
             weights = local_part(parameter)
             nowhere = torch.zeros((), dtype=weights.dtype, device=weights.device).expand(weights.shape)
-            made = self._steppers[known.group].load(Parameter(nowhere), settings, saved)
-            if not form.fits(made):
-                self._refuse_state(known, made)
-            self.state[parameter] = {name: deepcopy(made[name]) for name in form.values}
-            form.write_record(record, made)
+            new_state = self._steppers[place.group].load(Parameter(nowhere), settings, saved)
+            if not form.fits(new_state):
+                self._refuse_state(place, new_state)
+            self.state[parameter] = {name: deepcopy(new_state[name]) for name in form.values}
+            form.write_record(record, new_state)
             stored, place_of = self._run.stored_state(parameter), self.store.place_of
             written |= {
-                name: made[name] for name in form.tensors if place_of(saved[name]) != place_of(stored[name])
+                name: new_state[name] for name in form.tensors if place_of(saved[name]) != place_of(stored[name])
             }
         self._run.write_state(parameter, written)
 

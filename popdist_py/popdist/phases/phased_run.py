@@ -123,15 +123,15 @@ class PhasedRun:
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
         self.memory.wait()
-        forms, own = dict[str, TensorForm](), dict[int, list[str]]()
+        forms, own_names = dict[str, TensorForm](), dict[int, list[str]]()
         for piece in self.layers.pieces:
-            own[piece.index] = []
+            own_names[piece.index] = []
             for name, parameter in piece.named:
-                found = {f"{name}/{key}": form for key, form in optimizer.forms_of(parameter).items()}
-                forms |= found
-                own[piece.index] += found if name in self.owned else ()
+                named_forms = {f"{name}/{key}": form for key, form in optimizer.forms_of(parameter).items()}
+                forms |= named_forms
+                own_names[piece.index] += named_forms if name in self.owned else ()
         stored = self.store.add("state", forms)
-        for index, names in own.items():
+        for index, names in own_names.items():
             self.memory.addresses[MemoryPlace("state", index)] = [stored.part(names)]
         self.optimizer = weakref.ref(optimizer)
         self.memory.place_anew()

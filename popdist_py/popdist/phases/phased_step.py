@@ -187,10 +187,10 @@ class PhasedGradients(GradientKeeper):
         if all(name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()):
             return
         stored = store.add("gradients", forms)
-        own = range(num_planes * store.host_index, num_planes * (store.host_index + 1))
+        own_planes = range(num_planes * store.host_index, num_planes * (store.host_index + 1))
         for piece in self.trained:
             kept = [name for name in piece.names if name in forms and name in run.owned]
-            names = [kept, *([f"{plane}/{piece.index}"] for plane in own)]
+            names = [kept, *([f"{plane}/{piece.index}"] for plane in own_planes)]
             run.memory.addresses[MemoryPlace("sum", piece.index)] = [stored.part(it) for it in names]
         run.memory.place_anew()
 
@@ -335,21 +335,21 @@ class PhasedGradients(GradientKeeper):
     def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor], update: Update) -> None:
         """Update the weights of ``piece`` that this instance owns, and have them written to the store later."""
         run, optimizer, memory = self._run, self._run.optimizer_now(), self._run.memory
-        own = {it: name for name, it in piece.named if name in run.owned and optimizer.forms_of(it)}
-        mine = {it: name for it, name in own.items() if it in gradients}
-        if not mine:
+        owned = {it: name for name, it in piece.named if name in run.owned and optimizer.forms_of(it)}
+        updated = {it: name for it, name in owned.items() if it in gradients}
+        if not updated:
             return
         at = MemoryPlace("weights", piece.index)
         state_at = MemoryPlace("state", piece.index)
         (weights,), (state,) = memory.addresses[at], memory.addresses[state_at]
         memory.room(at)  # waits until no earlier write reads the weights
-        is_new = len(mine) == len(own) and optimizer.state.keys().isdisjoint(own)
+        is_new = len(updated) == len(owned) and optimizer.state.keys().isdisjoint(owned)
         views = state.views(memory.room(state_at) if is_new else memory.load(state_at, state))
-        for parameter, name in mine.items():
+        for parameter, name in updated.items():
             with run.budget.updating(piece.units), writing(parameter):
                 forms = optimizer.forms_of(parameter)
                 update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
-        memory.write_behind(at, weights, mine.values())
+        memory.write_behind(at, weights, updated.values())
         memory.write_behind(state_at, state)
 
     @torch.no_grad()
@@ -389,9 +389,9 @@ class PhasedGradients(GradientKeeper):
         run = self._run
         run.store.begin_step(run.store.step + 1)
         for piece in self._agreed_order():
-            own = {it: name for name, it in piece.named if name in run.owned and it.grad is not None}
-            if own:
+            owned = {it: name for name, it in piece.named if name in run.owned and it.grad is not None}
+            if owned:
                 self._enter(piece)
                 kept = run.memory.addresses[MemoryPlace("sum", piece.index)][0]
                 views = kept.views(run.memory.load(MemoryPlace("sum", piece.index), kept))
-                self._update(piece, {it: views[name] for it, name in own.items()}, update)
+                self._update(piece, {it: views[name] for it, name in owned.items()}, update)

@@ -177,12 +177,12 @@ class PieceSum:
     def total(self, number: int | None) -> list[Tensor]:
         """Return this instance's partial sums, nodes of the tree of additions, after micro batch ``number``."""
         value = self.push(number, len(self._merges))
-        found: list[Tensor | None] = []
+        sums: list[Tensor | None] = []
         for plane, is_there in enumerate(self._waiting):
             value = self._own_copy(value)
-            found.append(self._memory.load(self._place, self._planes[plane]).clone() if is_there else None)
+            sums.append(self._memory.load(self._place, self._planes[plane]).clone() if is_there else None)
         self._waiting = []
-        return [self.gradient.make(zeros=True) if it is None else it for it in (*found, value)]
+        return [self.gradient.make(zeros=True) if it is None else it for it in (*sums, value)]
 
     def _added(self, position: int, *, has_gradient: bool) -> Tensor | None:
         """Add micro batch ``position`` to the waiting sums that it completes; return the sum, None for zeros."""

@@ -157,9 +157,9 @@ class _Maker:
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = data.to(tensor.device)
             return
-        made = _like(tensor, data)
+        replacement = _like(tensor, data)
         for module, key in self._holders[name]:
-            setattr(module, key, made)
+            setattr(module, key, replacement)
 
 
 def _in_order(
@@ -184,8 +184,8 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _blank(tensor: Tensor) -> Tensor:
     """Return a CPU tensor with the dtype, shape and strides of ``tensor``, full of NaN, or of 0 for integers."""
-    made = torch.zeros_like(tensor, device="cpu", requires_grad=False)
-    return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made
+    blank = torch.zeros_like(tensor, device="cpu", requires_grad=False)
+    return blank.fill_(torch.nan) if blank.is_floating_point() or blank.is_complex() else blank
 
 
 def _is_written(tensor: Tensor, blank: Tensor, num_writes_before: int) -> bool:
@@ -271,12 +271,12 @@ class _Files:
 
     def _compared(self, model: nn.Module, places: Mapping[str, Path]) -> list[str]:
         """Record the file of each tensor of ``model``; return texts that name missing and superfluous tensors."""
-        own = _names_of(model)
+        names_in_model = _names_of(model)
         state = {key: it for key, it in model.state_dict(keep_vars=True).items() if isinstance(it, Tensor)}
         for key, tensor in state.items():
             if key in places:
-                self._sources.setdefault(own[tensor], (key, places[key]))
-        lacking = [key for key, tensor in state.items() if own[tensor] == key not in self._sources]
+                self._sources.setdefault(names_in_model[tensor], (key, places[key]))
+        lacking = [key for key, tensor in state.items() if names_in_model[tensor] == key not in self._sources]
         texts = {"lack": lacking, "have besides": sorted(places.keys() - state.keys())}
         return [f"{what} {name_first(names, _SHOWN)}" for what, names in texts.items() if names]
 

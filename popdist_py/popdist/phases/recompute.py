@@ -136,11 +136,11 @@ class _Recomputed:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             result = self._forward(*args, **kwargs)
-            found = [it for _, it in leaves_of(result) if isinstance(it, Tensor)]
+            results = [it for _, it in leaves_of(result) if isinstance(it, Tensor)]
             if first:
-                self._same.check(first[0], found)
+                self._same.check(first[0], results)
             else:
-                first.append(digest_of_tensors(found))
+                first.append(digest_of_tensors(results))
             return result
 
         return forward

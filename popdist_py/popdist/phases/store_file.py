@@ -130,9 +130,9 @@ def digest_of_pieces(path: Path) -> str:
     def digest(start: int) -> bytes:
         with path.open("rb") as file:
             file.seek(start)
-            found = blake2b(file.read(PIECE_BYTES)).digest()
+            piece_digest = blake2b(file.read(PIECE_BYTES)).digest()
             os.posix_fadvise(file.fileno(), start, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
-        return found
+        return piece_digest
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         return _digest_of([*threads.map(digest, range(0, path.stat().st_size, PIECE_BYTES))])

@@ -78,9 +78,9 @@ def describe_age(version: tuple[int, ...]) -> str:
     num_devices = os.environ.get(CPU_DEVICES, "1")
     if num_devices == "1" or version >= FIRST_WITH_CPU_DEVICES:
         return ""
-    found = ".".join(map(str, version)) or "of this age"
+    shown = ".".join(map(str, version)) or "of this age"
     return (
-        f"JAX {found} does not read {CPU_DEVICES}: each instance has one CPU device, not {num_devices}. Start as "
+        f"JAX {shown} does not read {CPU_DEVICES}: each instance has one CPU device, not {num_devices}. Start as "
         f"many instances as replicas, set XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}, or "
         "install JAX 0.5\n"
     )

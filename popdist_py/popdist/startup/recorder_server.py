@@ -67,10 +67,10 @@ def _enter_quietly(server: AbstractContextManager[None]) -> None:
     finally:
         os.dup2(kept, 2)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        said = os.pread(caught, os.fstat(caught).st_size, 0)
+        output = os.pread(caught, os.fstat(caught).st_size, 0)
         os.close(caught)
         os.close(kept)
-        os.write(2, b"".join(line for line in said.splitlines(keepends=True) if OWN_LINE not in line))
+        os.write(2, b"".join(line for line in output.splitlines(keepends=True) if OWN_LINE not in line))
 
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")

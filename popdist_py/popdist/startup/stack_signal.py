@@ -98,9 +98,9 @@ def _free_signal() -> int:
 
 def _masks(*names: bytes) -> int:
     """Return the union of the sets of signals that the kernel lists under ``names``, as a bit mask."""
-    found = 0
+    union = 0
     with open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(names):
-                found |= int(line.split()[1], 16)
-    return found
+                union |= int(line.split()[1], 16)
+    return union
