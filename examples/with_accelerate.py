@@ -1,12 +1,18 @@
 """An accelerate script that knows nothing of poprun: it trains on scikit-learn's handwritten digits.
 
     poprun -n 2 python examples/with_accelerate.py
+    poprun -n 2 --num-replicas 4 python examples/with_accelerate.py --replicas
+
+With ``--replicas`` the Accelerator of popdist trains several replicas in an instance, and
+the weights are bitwise equal for any number of instances.
 
 Needs ``pip install 'poprun[examples,neighbours]'``.
 """
 
+import argparse
+
+import accelerate
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from sklearn.datasets import load_digits
 from torch import nn
@@ -15,7 +21,14 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 def main() -> None:
     """Train for three epochs, test, and print from rank 0."""
-    accelerator = Accelerator()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--replicas", action="store_true")
+    trains_replicas = parser.parse_args().replicas
+    if trains_replicas:
+        import popdist.accelerate
+
+    kind = popdist.accelerate.Accelerator if trains_replicas else accelerate.Accelerator
+    accelerator = kind()
     set_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -40,6 +53,8 @@ def main() -> None:
     accuracy = sum(right) / len(test)
     accelerator.print(f"world size {accelerator.num_processes}, test accuracy {accuracy:.2%}")
     accelerator.wait_for_everyone()  # no rank ends before rank 0 has printed
+    if trains_replicas:
+        accelerator.print(f"weights {popdist.checksum(model)}")
     (model,) = accelerator.free_memory(model)  # where only DDP still holds a gloo group, torch can hang
     accelerator.end_training()
 

@@ -1,6 +1,10 @@
 """A Fabric script that knows nothing of poprun: it trains on scikit-learn's handwritten digits.
 
     poprun -n 2 python examples/with_fabric.py --devices 2
+    poprun -n 2 --num-replicas 4 python examples/with_fabric.py --replicas
+
+With ``--replicas`` a strategy of popdist trains several replicas in an instance, and
+the weights are bitwise equal for any number of instances.
 
 Needs ``pip install 'poprun[examples,neighbours]'``.
 """
@@ -18,7 +22,13 @@ def main() -> None:
     """Train for three epochs, test, and print from rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=1)
-    fabric = Fabric(devices=parser.parse_args().devices)
+    parser.add_argument("--replicas", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.replicas:
+        import popdist.fabric
+
+    strategy = popdist.fabric.FabricStrategy() if arguments.replicas else "auto"
+    fabric = Fabric(devices=arguments.devices, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     digits = load_digits()
@@ -41,6 +51,8 @@ def main() -> None:
     accuracy = fabric.all_reduce(torch.cat(right).mean())
     if fabric.is_global_zero:
         print(f"world size {fabric.world_size}, test accuracy {accuracy:.2%}")
+        if arguments.replicas:
+            print(f"weights {popdist.checksum(model)}")
     fabric.barrier()  # no rank ends before rank 0 has printed
 
 

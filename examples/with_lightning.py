@@ -1,6 +1,10 @@
 """A Lightning script that knows nothing of poprun: it trains on scikit-learn's handwritten digits.
 
     poprun -n 2 python examples/with_lightning.py --devices 2
+    poprun -n 2 --num-replicas 4 python examples/with_lightning.py --replicas
+
+With ``--replicas`` a strategy of popdist trains several replicas in an instance, and
+the weights are bitwise equal for any number of instances.
 
 Needs ``pip install 'poprun[examples,neighbours]'``.
 """
@@ -41,13 +45,17 @@ def main() -> None:
     """Train for three epochs, test, and print from rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=1)
-    num_devices = parser.parse_args().devices
+    parser.add_argument("--replicas", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.replicas:
+        import popdist.lightning
     lightning.seed_everything(0, verbose=False)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     train, test = random_split(TensorDataset(images, torch.tensor(digits.target)), [1437, 360])
     trainer = lightning.Trainer(
-        devices=num_devices,
+        devices=arguments.devices,
+        strategy=popdist.lightning.ReplicatedStrategy() if arguments.replicas else "auto",
         max_epochs=3,
         logger=False,
         enable_checkpointing=False,
@@ -59,6 +67,8 @@ def main() -> None:
     (metrics,) = trainer.test(module, DataLoader(test, batch_size=90), verbose=False)
     if trainer.is_global_zero:
         print(f"world size {trainer.world_size}, test accuracy {metrics['accuracy']:.2%}")
+        if arguments.replicas:
+            print(f"weights {popdist.checksum(module)}")
     trainer.strategy.barrier()  # no rank ends before rank 0 has printed
 
 

@@ -23,6 +23,7 @@ from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.replica_rows import ReplicaScopes, RowDataset, RowSampler, RowStream, same_row
 from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
+from popdist.trainers.scheduler_turns import without_schedulers
 
 _NO_STEP = (
     "optimizer.step() was not called in a turn of the loop whose gradients it needs. To accumulate gradients, "
@@ -313,13 +314,14 @@ class Accelerator(accelerate.Accelerator):
                 if len(group) == self.gradient_accumulation_steps or rows.end_of_dataloader:
                     for micro_batch in in_replica_order(group):
                         self._begin_turn(micro_batch)
-                        yield micro_batch.content
+                        with nullcontext() if micro_batch.is_of_last_replica else without_schedulers():
+                            yield micro_batch.content
                         self._end_turn()
                     group = []
         finally:
             self._turn.is_on = False
             self.sync_gradients = True
-            steps.abandon()
+            steps.exit()
 
     def _begin_turn(self, micro_batch: ReplicaBatch) -> None:
         self._turn = _Turn(is_on=True, is_last=micro_batch.is_last)

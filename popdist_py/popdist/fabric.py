@@ -1,6 +1,6 @@
 """Lightning Fabric for a job of replicas: each replica has what one process of Fabric has.
 
-Needs the package ``lightning``. One line changes: ``Fabric(strategy=popdist.fabric.ReplicatedStrategy())``.
+Needs the package ``lightning``. One line changes: ``Fabric(strategy=popdist.fabric.FabricStrategy())``.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from popdist.errors import BatchError, WeightsError
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
-from popdist.trainers.lightning_rows import Job, ReplicaProcess, row_loader
+from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, row_loader
 from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
 from popdist.trainers.scheduler_turns import without_schedulers
 
@@ -25,11 +25,11 @@ _STATES = "popdist_replica_random_states"
 
 _NO_STEP = (
     "optimizer.step() was not called in the last turn of an optimizer step. To accumulate gradients over N "
-    "batches of each replica, write popdist.fabric.ReplicatedStrategy(accumulation=N)"
+    "batches of each replica, write popdist.fabric.FabricStrategy(accumulation=N)"
 )
 
 
-class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
+class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
     """A strategy of Lightning Fabric in which replicas take the place of processes.
 
     In a job of R replicas, replica r trains on the batches that Fabric gives to process r of R processes, and the
@@ -51,7 +51,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     """
 
     def __init__(self, accumulation: int = 1, **options: Any) -> None:
-        options.setdefault("cluster_environment", Job())
+        options.setdefault("cluster_environment", JobEnvironment())
         super().__init__(**options)
         self.accumulation = accumulation
         self.steps: ReplicaSteps | None = None
@@ -65,6 +65,11 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         """How samples are dealt: to all replicas of the job."""
         return {"num_replicas": context.num_replicas(), "rank": context.local_replicas().start}
 
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether ``optimizer.step()`` acts now: at the last batch of an optimizer step, and outside of a loop."""
+        return self._turn is None or self._turn.is_last
+
     def setup_module(self, module: nn.Module) -> Any:
         """Return the replicated model; raise WeightsError for a second model with parameters that are trained."""
         if not self.has_replicas:
@@ -73,7 +78,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             return module
         if self.steps is not None:
             raise WeightsError(
-                "popdist.fabric.ReplicatedStrategy sets up one model that is trained, and this is the second one: "
+                "popdist.fabric.FabricStrategy sets up one model that is trained, and this is the second one: "
                 "put both into one nn.Module, or call requires_grad_(False) for a model that is not trained"
             )
         self.steps = ReplicaSteps(module)
@@ -99,15 +104,14 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         try:
             while step := list(islice(taken, self.accumulation)):
                 for micro_batch in in_replica_order(step):
-                    replica = micro_batch.index // micro_batch.accumulation
                     self._turn, self._has_stepped = micro_batch, False
                     steps.begin(micro_batch)
-                    with nullcontext() if replica == len(steps.replicas) - 1 else without_schedulers():
+                    with nullcontext() if micro_batch.is_of_last_replica else without_schedulers():
                         yield micro_batch.content
                     self._end_turn(micro_batch)
         finally:
             self._turn = None
-            steps.abandon()
+            steps.exit()
 
     def _steps_of_loop(self) -> ReplicaSteps:
         if self.steps is None:
@@ -143,16 +147,17 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
         self._end_micro_batch()
         self._has_stepped = True
-        return super().optimizer_step(optimizer) if self._turn.is_last else None
+        return super().optimizer_step(optimizer) if self.sync_gradients else None
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clip the gradients of all replicas by their norm; do nothing before the last turn."""
-        acts = self._turn is None or self._turn.is_last
-        return super().clip_gradients_norm(*args, **kwargs) if acts else torch.zeros((), dtype=torch.float32)
+        if self.sync_gradients:
+            return super().clip_gradients_norm(*args, **kwargs)
+        return torch.zeros((), dtype=torch.float32, device=self.root_device)
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of all replicas by value; do nothing before the last turn."""
-        if self._turn is None or self._turn.is_last:
+        if self.sync_gradients:
             super().clip_gradients_value(*args, **kwargs)
 
     def get_module_state_dict(self, module: Any) -> dict[str, Any]:
@@ -198,7 +203,7 @@ class TurnLoader:
         rows: Yields one batch for each replica of this instance; None if ``loader`` deals no samples to replicas.
     """
 
-    def __init__(self, strategy: ReplicatedStrategy, loader: DataLoader[Any], rows: Any) -> None:
+    def __init__(self, strategy: FabricStrategy, loader: DataLoader[Any], rows: Any) -> None:
         self.dataset, self.batch_size, self.drop_last = loader.dataset, loader.batch_size, loader.drop_last
         self.batch_sampler = None if rows is None else rows.batch_sampler
         self._strategy, self._loader, self._rows = strategy, loader, rows

@@ -23,7 +23,7 @@ from popdist.errors import BatchError
 from popdist.job import context
 from popdist.job.collectives import gather_json
 from popdist.step.training.ddp_answers import refuse_options
-from popdist.trainers.lightning_rows import Job, ReplicaProcess, ReplicaRow, RowLoader, row_loader
+from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, ReplicaRow, RowLoader, row_loader
 from popdist.trainers.replica_logs import LoggedValue, Logs, combine_logs
 from popdist.trainers.replica_rows import ReplicaScopes
 from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps
@@ -53,7 +53,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     """
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("cluster_environment", Job())
+        options.setdefault("cluster_environment", JobEnvironment())
         super().__init__(**options)
         if self.has_replicas:
             known = inspect.signature(DDPStrategy).parameters
@@ -79,8 +79,8 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         """Set up the model and the optimizers."""
         if self.has_replicas and trainer.state.fn == TrainerFn.FITTING:
             _refuse(trainer, self.lightning_module)
-            if not any(isinstance(callback, _Together) for callback in trainer.callbacks):
-                trainer.callbacks.append(_Together())
+            if not any(isinstance(callback, _SameSteps) for callback in trainer.callbacks):
+                trainer.callbacks.append(_SameSteps())
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> Any:
@@ -273,7 +273,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return nullcontext()
 
 
-class _Together(Callback):  # type: ignore[misc]  # Lightning has no types
+class _SameSteps(Callback):  # type: ignore[misc]  # Lightning has no types
     """Keeps the instances in the same steps: if a callback of one instance stops the training, all stop."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -14,7 +14,7 @@ _LOWEST_FIRST: Final = {
     " < command < __main__",
     "poprun.observe": "account < judge < show",
     "popdist": "errors startup < ground < exchange < job < metrics gradients < data < step packing < optim"
-    " trainers < phases accelerate < parallel transformers"
+    " trainers < phases accelerate lightning fabric < parallel transformers"
     " < checkpoint compat tensorflow onnx poptorch launching < popdist_core popart",
     "popdist.ground": "layout local_tensors tree trusted_paths < contract installation torch_private extension"
     " < torch_private_groups < environments progress accelerators",

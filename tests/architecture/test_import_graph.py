@@ -42,7 +42,7 @@ HEAVY = words("torch mpi4py rich numpy")
 """What neither package may load when it is imported."""
 
 TORCH_FACING = words(
-    "accelerate trainers transformers "
+    "accelerate fabric lightning trainers transformers "
     "ground exchange job gradients step optim data packing phases parallel launching checkpoint onnx"
 )
 

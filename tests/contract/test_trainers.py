@@ -1,6 +1,8 @@
-"""accelerate's loop and transformers' Trainer with several replicas in an instance.
+"""accelerate, transformers' Trainer, Lightning and Fabric with several replicas in an instance.
 
-Holds popdist.accelerate, popdist.transformers, popdist.trainers.replica_rows and popdist.trainers.replica_steps.
+Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
+popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs and
+popdist.trainers.scheduler_turns.
 """
 
 import re
@@ -45,6 +47,25 @@ def test_the_trainer_logs_the_same_losses_and_bits(poprun: Poprun, tmp_path: Pat
 
     assert len(alone) == 2 * 3 + 2 + 1
     assert alone == two == resumed
+
+
+def test_lightning_has_the_same_bits(poprun: Poprun, tmp_path: Path) -> None:
+    """At 1 and 2 instances, and if 2 instances go on where one instance has saved.
+
+    Lightning's Trainer goes on in the middle of an epoch, and Fabric after an epoch.
+    """
+    lines = {}
+    saved = tmp_path / "1" / "step=1.ckpt", tmp_path / "1" / "epoch-0.ckpt"
+    for name, begin, num_instances in (("1", (), 1), ("2", (), 2), ("3", saved, 2)):
+        (tmp_path / name).mkdir()
+        words = map(str, (tmp_path / name, *begin))
+        finished = _run(poprun, "lightning_program", *words, num_instances=num_instances)
+        lines[name] = [line for it in ("logged ", "trainer:", "fabric ") for line in _lines(finished, it)]
+
+    assert len(lines["1"]) == 8 + 1 + 2
+    assert "'number': 3.0" in lines["1"][7]
+    assert lines["1"] == lines["2"]
+    assert lines["3"][-2:] == [lines["1"][-3], lines["1"][-1]]
 
 
 def test_one_instance_stops_all(poprun: Poprun, tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
 """The loaders of Lightning for the replicas of an instance, and the job as Lightning's cluster environment."""
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, DistributedSampler
 
 from popdist.errors import BatchError
@@ -19,7 +16,7 @@ from popdist.trainers.replica_rows import DealtRows, ReplicaScopes, RowDataset, 
 from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
 
 
-class Job(ClusterEnvironment):  # type: ignore[misc]  # Lightning has no types
+class JobEnvironment(ClusterEnvironment):  # type: ignore[misc]  # Lightning has no types
     """The processes of the job, which a launcher has started: one process is one instance."""
 
     creates_processes_externally = True
@@ -129,6 +126,15 @@ class RowLoader:
         """Return the number of batches of one replica."""
         return len(self._rows)
 
+    @property
+    def worker_init_fn(self) -> Any:
+        """The function that seeds a worker; Lightning sets it after ``seed_everything(workers=True)``."""
+        return self._rows.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self._rows.worker_init_fn = self._rows.dataset.scopes.worker_init_fn = function
+
     def __iter__(self) -> Iterator[ReplicaRow]:
         self._position, self._first = self._first, 0
         self.batch_sampler.first = self._position
@@ -164,22 +170,18 @@ def row_loader(
     if not is_dealt or getattr(batch_sampler, "sampler", None) is not sampler:
         if is_needed:
             raise BatchError(
-                "replicas need a DataLoader with a batch_size and a dataset with a length, without a "
-                "DistributedSampler, and Trainer(use_distributed_sampler=True), so that each replica has its own "
-                f"samples; found a {type(loader).__name__} with the sampler {type(sampler).__name__}"
+                f"{type(loader).__name__} with the sampler {type(sampler).__name__} deals no samples to replicas. "
+                "Use a DataLoader with a batch_size, over a dataset with a length, without a DistributedSampler, "
+                "in a Trainer with use_distributed_sampler=True"
             )
         return None
-    init = loader.worker_init_fn
-    if init is None and int(os.environ.get("PL_SEED_WORKERS", "0")):  # set by seed_everything(workers=True)
-        init = partial(pl_worker_init_function, rank=replicas.start)
-    kept = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator", "prefetch_factor")
+    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    scopes = ReplicaScopes(steps, replicas, loader.worker_init_fn)
     return DataLoader(
-        RowDataset(loader.dataset, loader.collate_fn, ReplicaScopes(steps, replicas, init), replicas),
+        RowDataset(loader.dataset, loader.collate_fn, scopes, replicas),
         batch_sampler=DealtRows([_batches_of(batch_sampler, replica) for replica in replicas]),
         collate_fn=cast("Any", same_row),
-        worker_init_fn=init,
-        persistent_workers=loader.persistent_workers,
-        **{name: getattr(loader, name) for name in kept},
+        **{name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")},
     )
 
 

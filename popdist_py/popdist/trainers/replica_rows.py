@@ -115,7 +115,7 @@ class ReplicaScopes:
     def __init__(self, steps: Callable[[], ReplicaSteps | None], replicas: range, worker_init_fn: Any) -> None:
         self._steps = steps
         self._replicas = replicas
-        self._worker_init_fn = worker_init_fn
+        self.worker_init_fn = worker_init_fn
         self._of_worker: dict[int, ReplicaRandomness] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class ReplicaScopes:
         return self._of_worker[replica].of(replica, torch.device("cpu"))
 
     def _begin(self, replica: int, worker: Any) -> ReplicaRandomness:
-        init = self._worker_init_fn
+        init = self.worker_init_fn
         if worker is not None and isinstance(init, functools.partial) and "rank" in init.keywords:
             random.seed(worker.seed)
             torch.manual_seed(worker.seed)

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ _FILE = "replica_random_states.bin"
 """The file of a checkpoint that has the random states of all replicas."""
 
 
+_LEFT = (
+    "the loop over the loader was left in the middle of an optimizer step. Leave the loop after a step has acted: "
+    "then accelerator.sync_gradients, or Fabric's strategy.sync_gradients, is True"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaBatch:
     """A batch of one replica, and its place among the micro batches of this instance's optimizer step."""
@@ -30,6 +36,11 @@ class ReplicaBatch:
     index: int
     accumulation: int
     is_last: bool
+
+    @property
+    def is_of_last_replica(self) -> bool:
+        """Whether the batch is of this instance's last replica."""
+        return self.index // self.accumulation == context.num_local_replicas() - 1
 
 
 def in_replica_order(rows: Sequence[Sequence[Any]]) -> list[ReplicaBatch]:
@@ -55,6 +66,8 @@ class ReplicaSteps:
         self.replicas = context.local_replicas()
         self._has_states = False
         self._open: ReplicaBatch | None = None
+        self._last_of_step: ReplicaBatch | None = None
+        self._was_left = False
         self._scope = ExitStack()
 
     @property
@@ -80,6 +93,7 @@ class ReplicaSteps:
 
     def begin_epoch(self) -> None:
         """Let each replica draw what a process draws when a DataLoader begins; at first, copy the states."""
+        self._check_not_left()
         if self._has_states:
             self.draw_of_loader()
         else:
@@ -106,15 +120,27 @@ class ReplicaSteps:
         ended, self._open = self._open, None
         if ended is not None:
             self._scope.close()
+            self._last_of_step = None if ended.is_last else ended
             if ended.is_last:
                 self.model.reduce_gradients("sum", add=add)
 
     def abandon(self) -> None:
-        """Leave the open micro batch, if there is one, so that no instance has a gradient of this step."""
+        """Leave the step, if one has begun, so that no instance has a gradient of this step."""
+        last, self._last_of_step = self._last_of_step, None
+        if self._open is None and last is not None:
+            self.begin(replace(last, index=last.index + 1))
         if self._open is not None:
             self._open = None
-            left = BatchError("the loop over the loader was left in the middle of a step")
-            self._scope.__exit__(BatchError, left, None)
+            self._scope.__exit__(BatchError, BatchError(_LEFT), None)
+
+    def exit(self) -> None:
+        """End a loop, which must not be left after some of a step's micro batches: then no loop can follow."""
+        self._was_left = self._last_of_step is not None
+        self.abandon()
+
+    def _check_not_left(self) -> None:
+        if self._was_left:
+            raise BatchError(_LEFT)
 
     @contextmanager
     def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
@@ -129,6 +155,7 @@ class ReplicaSteps:
 
     def gather_states(self) -> dict[str, Any]:
         """Return the random states of all replicas of the job; all instances call the method."""
+        self._check_not_left()
         written = io.BytesIO()
         torch.save(self.randomness.state_dict(), written)
         group = context.data_parallel_group()

@@ -1,0 +1,122 @@
+"""A program for Lightning's Trainer and for Fabric, with noise and dropout; its lines name the bits of its state."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import popdist
+import popdist.fabric
+import popdist.lightning
+from tests.contract.accelerate_program import Noisy
+
+ACCUMULATION = 2
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def network() -> nn.Sequential:
+    """Return a classifier whose buffers and random numbers depend on the replica."""
+    layers = (nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    return nn.Sequential(*layers)
+
+
+class Classifier(lightning.LightningModule):  # type: ignore[misc]  # Lightning has no types
+    """A module that logs one loss of the job, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch of one replica."""
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.network(x), y)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("number", float(batch_idx))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Log the loss of a batch of one replica."""
+        x, y = batch
+        self.log("evaluation", nn.functional.cross_entropy(self.network(x), y), sync_dist=True)
+
+    def on_train_batch_end(self, _outputs: Any, _batch: Any, _batch_idx: int) -> None:
+        """Print the logged values."""
+        if self.global_rank == 0:
+            values = {name: value.item() for name, value in sorted(self.trainer.callback_metrics.items())}
+            print(f"logged {self.global_step}: {values}", flush=True)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW with a schedule in steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 400)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def with_trainer(folder: Path, begin: str | None) -> None:
+    """Train for two epochs of two steps by Lightning's Trainer, and print the bits at the end."""
+    lightning.seed_everything(42, verbose=False)
+    checkpoints = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer = lightning.Trainer(
+        strategy=popdist.lightning.ReplicatedStrategy(),
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=ACCUMULATION,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        callbacks=[checkpoints],
+        **QUIET,
+    )
+    module, data = Classifier(), Noisy()
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    trainer.fit(module, loader, DataLoader(data, batch_size=4), ckpt_path=begin)
+    if trainer.is_global_zero:
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        print(f"trainer: rate {rate:.4f}, {popdist.checksum(module)}", flush=True)
+
+
+def with_fabric(folder: Path, begin: str | None) -> None:
+    """Train for two epochs by Fabric, and print the bits after each epoch."""
+    fabric = Fabric(strategy=popdist.fabric.FabricStrategy(accumulation=ACCUMULATION), accelerator="cpu")
+    fabric.launch()
+    fabric.seed_everything(42, verbose=False)
+    net, data = network(), Noisy()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 400)
+    loaders = [DataLoader(data, batch_size=4) for _ in range(2)]  # in order: Fabric counts epochs anew after a load
+    train, test = fabric.setup_dataloaders(*loaders)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0}
+    if begin:
+        fabric.load(begin, state)
+    for epoch in range(state["epoch"], 2):
+        model.train()
+        for number, (x, y) in enumerate(train):
+            is_last = number % ACCUMULATION == ACCUMULATION - 1
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                fabric.backward(nn.functional.cross_entropy(model(x), y) / ACCUMULATION)
+            if is_last:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            right = torch.cat([(model(x).argmax(-1) == y).float() for x, y in test])
+        share = float(fabric.all_reduce(right.mean()))
+        bits = popdist.checksum(model)
+        fabric.print(f"fabric {epoch}: {share} right, {schedule.last_epoch} steps, {bits}", flush=True)
+        state["epoch"] = epoch + 1
+        fabric.save(str(folder / f"epoch-{epoch}.ckpt"), state)
+
+
+if __name__ == "__main__":
+    saved = Path(sys.argv[1])
+    checkpoint_of_trainer, checkpoint_of_fabric = sys.argv[2:] or (None, None)
+    with_trainer(saved, checkpoint_of_trainer)
+    with_fabric(saved, checkpoint_of_fabric)
