@@ -1,8 +1,8 @@
-"""A group: instances that make the same collectives in the same order, checked by a header before each collective.
+"""A group: instances that exchange a header before each collective, to check that all make the same collective.
 
-A header has a fixed number of bytes. Its text is readable, such as ``all_reduce(float32[3, 4] on cpu, op='sum')``:
-equal texts mean equal collectives, and different texts are the error message. After such an error all members have
-read the same number of headers, so the group can still be used.
+A header is a message with a fixed number of bytes. Its text is readable, such as ``all_reduce(float32[3, 4] on
+cpu, op='sum')``: equal texts mean equal collectives, and different texts are the error message. After such an
+error all members have read the same number of headers, so the group can still be used.
 """
 
 import hashlib
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_NUMBERS: Final = 32
-"""Maximum number of integers in a header, in addition to its text."""
+"""Maximum number of integers in a header (the message before a collective), in addition to the header's text."""
 
 TEXT_BYTES: Final = 248
-"""Number of bytes for the text; a longer text is shortened and ends with a digest of the whole text."""
+"""Number of bytes for a header's text; a longer text is shortened and ends with a digest of the whole text."""
 
 HEADER_BYTES: Final = 8 * (1 + MAX_NUMBERS) + TEXT_BYTES
-"""Number of bytes of a header: a word with the number of integers, the integers, and the text."""
+"""Number of bytes of a header: 8 for the number of integers and a flag, 8 for each integer, and the text."""
 
 _TEXT_AT: Final = HEADER_BYTES - TEXT_BYTES
 
 _PREEMPTED_AT: Final = 4
-"""The byte that says whether the sender was asked to end; the bytes before are the number of integers."""
+"""Position of the header's byte that says whether the sender was asked to end; the bytes before are the count."""
 
 _FORMS: Final = [struct.Struct(f"<i?3x{count}q{8 * (MAX_NUMBERS - count)}x") for count in range(1 + MAX_NUMBERS)]
-"""The formats of a header's bytes before the text; the index is the number of integers."""
+"""The formats of a header's bytes before the text; the index is the number of integers in the header."""
 
 _WORD: Final = struct.Struct("=q")
 _FLOAT: Final = struct.Struct("=d")
 
 
 def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> bytes:
-    """Make a header of ``HEADER_BYTES``: the next collective, and at most ``MAX_NUMBERS`` 64-bit integers."""
+    """Make a header, the message before a collective: ``text`` and at most ``MAX_NUMBERS`` 64-bit integers."""
     count = len(numbers)
     if count > MAX_NUMBERS:
         raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {count}")
@@ -63,7 +63,7 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
 
 
 def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
-    """Return the numbers of each header, in lists that must not be changed; None if the texts differ."""
+    """Return the integers in each received header, in lists that must not be changed; None if texts differ."""
     first, *others = received
     if others.count(first) == len(others):  # the usual case
         return [_numbers_of(first)] * len(received)
@@ -72,7 +72,7 @@ def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
 
 
 def text_of(header: bytes) -> str:
-    """Return the text of a header, as :func:`pack` has shortened it."""
+    """Return the text in ``header``, the message before a collective; :func:`pack` has shortened a long text."""
     return header[_TEXT_AT:].rstrip(b"\0").decode(errors="replace")
 
 
@@ -82,23 +82,23 @@ def _numbers_of(header: bytes) -> list[int]:
 
 
 def are_some_preempted(received: Sequence[bytes]) -> bool:
-    """Return whether a sender of the headers ``received`` was asked to end."""
+    """Return whether the sender of at least one of the headers ``received`` was asked to end."""
     return any(header[_PREEMPTED_AT] for header in received)
 
 
 def as_words(numbers: Iterable[float]) -> list[int]:
-    """Return floats as integers for a header; every bit is kept."""
+    """Return floats as 64-bit integers with the same bits, because a header contains only integers."""
     return [_WORD.unpack(_FLOAT.pack(number))[0] for number in numbers]
 
 
 def as_floats(words: Iterable[int]) -> list[float]:
-    """Return the floats that :func:`as_words` has converted to integers."""
+    """Return the floats whose bits :func:`as_words` has put into the integers ``words``."""
     return [_FLOAT.unpack(_WORD.pack(word))[0] for word in words]
 
 
 @lru_cache(maxsize=64)
 def _bytes_of(text: str) -> bytes:
-    """Return ``text`` as the bytes of a header; cached, because every step sends the same texts."""
+    """Return ``text`` as the bytes in a header; cached, because every step sends the same texts."""
     return _fit(text.encode()).ljust(TEXT_BYTES, b"\0")
 
 
@@ -110,7 +110,7 @@ def _fit(text: bytes) -> bytes:
 
 
 def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
-    """Return which members sent which text, one line for each text; None if all texts are equal."""
+    """Return an error message that lists which instances sent which text; None if all ``texts`` are equal."""
     owners: dict[str, list[int]] = {}
     for instance, text in texts.items():
         owners.setdefault(text, []).append(instance)
@@ -122,83 +122,83 @@ def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
 
 
 class HeaderExchange(Protocol):
-    """An exchange of headers that was started."""
+    """An exchange of headers that has started: all instances send each other a message before a collective."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return all instances' headers. Raises BackendError after a timeout; may then be called again."""
+        """Return the headers of all instances. Raises BackendError after a timeout; a later call may succeed."""
 
     def peek(self) -> list[bytes] | None:
-        """Return all instances' headers if they have arrived; otherwise None. Never waits, never raises."""
+        """Return the headers of all instances if all have arrived, otherwise None. Never waits, never raises."""
 
 
 class Backend(Protocol):
-    """A set of instances that can send dense and contiguous tensors to each other."""
+    """The connections over which a set of instances send each other tensors, which are dense and contiguous."""
 
     @property
     def instances(self) -> tuple[int, ...]:
-        """Job-wide numbers of the instances in this set, ascending."""
+        """The job-wide numbers of the instances that this backend connects, ascending."""
 
     @property
     def instance_index(self) -> int:
-        """Job-wide number of this instance, a member of :attr:`instances`."""
+        """The job-wide number of this instance, which is one of :attr:`instances`."""
 
     @property
     def names(self) -> Names:
-        """The names of the instances in messages."""
+        """The names by which messages to the user call the instances."""
 
     @property
     def device_kinds(self) -> frozenset[str]:
-        """The kinds of devices whose tensors can be sent: ``cpu``, ``accelerator``."""
+        """The kinds of devices whose tensors this backend sends: ``cpu``, ``accelerator`` or both."""
 
     @property
     def host_group(self) -> "HostGroup | None":
-        """The shared memory of all instances of the job; None if there is none, and for a part of the job."""
+        """The instances that share memory, if all instances of the job are on one host; otherwise None."""
 
     @property
     def local_collectives(self) -> "HostCollectives | None":
-        """The collectives among this host's instances in a job of several hosts; None in other jobs."""
+        """The collectives among the instances of this host, if the job runs on several hosts; otherwise None."""
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
-        """Return a channel for tensors on ``devices`` that works in parallel. All instances must call this."""
+        """Return the channel, a thread for collectives on ``devices``, or None. All instances must call this."""
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
-        """Start sending a header to every instance; all headers must have equal length. Does not wait."""
+        """Start sending ``header``, which is equally long on all instances, to every instance. Does not wait."""
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
-        """Combine the flat ``tensor`` of every instance in place; length, dtype and device type must be equal."""
+        """Combine the flat ``tensor`` of all instances in place; length, dtype and device type must be equal."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
-        """Return every instance's ``tensor``, stacked; shape, dtype and type of device must be equal."""
+        """Return the ``tensor`` of every instance, stacked; shape, dtype and type of device must be equal."""
 
     def all_to_all(self, tensor: "Tensor") -> "Tensor":
-        """Send row *j* to the *j*-th instance of the set; return a tensor whose row *i* is from the *i*-th."""
+        """Send row *j* to the *j*-th instance; return a tensor whose row *i* the *i*-th instance has sent."""
 
     def broadcast(self, tensor: "Tensor", root: int) -> None:
-        """Overwrite ``tensor`` with the tensor of instance ``root``."""
+        """Overwrite ``tensor`` on every instance with the ``tensor`` of instance ``root``."""
 
     def subgroup(self, instances: tuple[int, ...]) -> "Backend":
-        """Return a backend with the same connections for only ``instances``, which must include this one."""
+        """Return a backend for only ``instances``, which include this instance, over the same connections."""
 
     def stop_threads(self) -> None:
-        """Prepare for the end of the process, unseen by other instances; afterwards nothing can be sent."""
+        """End this instance's threads before the process ends; other instances see nothing. No call may follow."""
 
     def close(self) -> None:
-        """Close the connections; the other instances detect this."""
+        """Close the connections of this instance; the other instances detect that this instance has left."""
 
 
 def host_group_of(backend: Backend) -> "HostGroup | None":
-    """Return the group of instances that share memory with this instance; None if there is no such group."""
+    """Return the instances of this host that share memory over ``backend``; None if no memory is shared."""
     return backend.host_group or (
         backend.local_collectives.group if backend.local_collectives is not None else None
     )
 
 
 replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
-"""The objects that now compute one of several replicas of this instance."""
+"""The objects (such as models) that are now computing one of several replicas of this instance."""
 
 
 def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
-    """Return ``group``. Raises CollectiveError while one of several replicas of this instance computes."""
+    """Return ``group``; raise CollectiveError instead while this instance computes one of its several replicas."""
     if replicas_in_turn:
         raise CollectiveError(
             f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "
@@ -213,20 +213,20 @@ FIRST_ERROR_SECONDS: Final = 1.0
 
 
 def wait_for_first_error() -> None:
-    """Wait a moment before an error that another instance caused, because launchers report the first error."""
+    """Wait a second before raising an error that another instance caused: launchers report the first error."""
     time.sleep(FIRST_ERROR_SECONDS)
 
 
 @dataclass(slots=True, kw_only=True)
 class PreemptionNotice:
-    """A request to end, because the machine will be taken away; every header of the whole job contains it."""
+    """A request to end, because the machine will be taken away; headers pass the request on to all instances."""
 
     is_given: bool = False  # whether this process was asked to end
     is_known: bool = False  # whether all instances know of a request; equal on all at one place of a program
 
 
 class Exchange:
-    """An exchange of numbers between the instances of a group; :meth:`Group.start` makes it."""
+    """An exchange of headers before one collective: each instance sends numbers; :meth:`Group.start` makes it."""
 
     __slots__ = ("_group", "_numbers", "_pending", "_text", "send_later")
 
@@ -238,14 +238,14 @@ class Exchange:
         self.send_later: Callable[[list[list[int]]], object] | None = None
 
     def finish(self) -> None:
-        """Wait for the numbers, then send the data of a collective that was interrupted before sending."""
+        """Wait for all headers, then send the data of this collective if a signal has prevented the sending."""
         numbers, send = self.wait(), self.send_later
         self.send_later = None
         if send is not None:
             send(numbers)
 
     def peek(self) -> list[list[int]] | None:
-        """Return the numbers for :meth:`wait` if all have arrived, else None; an empty list if texts differ."""
+        """Return all instances' numbers if all headers are here, else None; an empty list if the texts differ."""
         if self._numbers is not None:
             return self._numbers
         received = self._pending.peek()
@@ -254,7 +254,7 @@ class Exchange:
         return unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
-        """Return every instance's numbers, in the order of the group's instances. May be called again."""
+        """Wait for all headers; return the numbers of every instance, in instance order. May be called again."""
         if self._numbers is None:
             progress_page.wait(self._text, self._group.job_numbers)
             try:
@@ -273,7 +273,7 @@ class Exchange:
 
 
 class Group:
-    """The instances that now take part in the collectives of this process."""
+    """The instances that now take part in this process's collectives, and the checks before each collective."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class Group:
         job_numbers: tuple[int, ...] = (),
         whole: "Group | None" = None,
     ) -> None:
-        """``job_numbers`` are the job-wide numbers of the members if the group is not the whole job."""
+        """Make a group; ``job_numbers`` has the members' job-wide numbers if the group is a part of the job."""
         self.backend = backend
         self.instances = backend.instances
         self.job_numbers = job_numbers
@@ -296,7 +296,7 @@ class Group:
         self._ends: list[str] = [] if whole is None else whole._ends  # noqa: SLF001 - its reason for leaving the job
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
-        """Start sending a header to all members, without waiting; ``text`` must be equal on all members."""
+        """Start sending a header with ``text``, equal on all members, to all members; return the exchange."""
         if self._ends:
             raise CollectiveError(f"{text}: {self._ends[0]}")
         for exchange in tuple(self._unfinished):
@@ -315,7 +315,7 @@ class Group:
         return exchange
 
     def limited_to(self, instances: tuple[int, ...]) -> "Group":
-        """Make a group of the members ``instances``, ascending, with the same connections.
+        """Make a group of only the members ``instances``, ascending, over the same connections.
 
         Headers of such a group contain no preemption notice.
         """
@@ -331,7 +331,7 @@ class Group:
         return self.backend.names.of(instances)
 
     def agree(self, text: str) -> None:
-        """Wait until every member is in the collective ``text``. Raises CollectiveError if texts differ."""
+        """Wait until all members are in the collective ``text``. Raises CollectiveError if the texts differ."""
         self.start(text).wait()
 
     def run(
@@ -341,7 +341,7 @@ class Group:
         data: Any,
         numbers: Sequence[int] = (),
     ) -> T:
-        """Run a collective: when all members are in it, call ``send`` with ``data`` and all members' numbers."""
+        """Run a collective: exchange headers, then return the result of ``send(data, numbers of all members)``."""
         self.num_bytes += getattr(data, "nbytes", 0)
         exchange = self.start(text, numbers)
         try:
@@ -361,9 +361,9 @@ class Group:
 
     @contextmanager
     def undivided(self, text: str) -> Iterator[None]:
-        """A context in which the error of a signal handler makes this instance leave the job.
+        """A context for sending data, in which a signal handler's error makes this instance leave the job.
 
-        It must leave, because the other instances wait for the rest of the data.
+        The instance must leave, because the other instances wait for the rest of the data.
         """
         try:
             yield
@@ -379,28 +379,28 @@ class Group:
             raise
 
     def send_before_next(self, send: Callable[[], object]) -> None:
-        """Call ``send`` before the next exchange, because other instances wait for what ``send`` sends."""
+        """Call ``send`` before the next exchange of headers, because other instances wait for the data sent."""
         self._before_next.append(send)
 
     def read_preemption(self, received: Sequence[bytes]) -> None:
-        """Read from the headers of all members whether a member was asked to end."""
+        """Read from the headers of all members whether a member was asked to end, and record the request."""
         notice = self._notice
         if notice is not None and not notice.is_known and are_some_preempted(received):
             notice.is_known = True
 
     def remove_unfinished(self, exchange: Exchange) -> None:
-        """Remove ``exchange`` from the exchanges that the next exchange waits for."""
+        """Remove ``exchange``, which has ended, from the exchanges that the next collective finishes first."""
         if exchange in self._unfinished:
             self._unfinished.remove(exchange)
 
     @contextmanager
     def doing(self, text: str) -> Iterator[None]:
-        """A context in which the errors of a backend also name the operation ``text``."""
+        """A context in which the message of a BackendError also names this instance and the operation ``text``."""
         try:
             yield
         except BackendError as error:
             raise self.described(text, error) from error.__cause__
 
     def described(self, text: str, error: BackendError) -> BackendError:
-        """Return a backend's error with this instance and the operation ``text`` added."""
+        """Return ``error`` as a BackendError whose message also names this instance and the operation ``text``."""
         return BackendError(f"{self.name([self.backend.instance_index])}, in {text}: {error}")

@@ -18,12 +18,12 @@ from popdist.ground import extension
 from popdist.ground.tree import Node, finish
 
 Op = Literal["sum", "mean", "min", "max", "product", "rounded sum"]
-"""``rounded sum`` rounds partial sums to the rows' dtype; other operations combine half dtypes in float32."""
+"""The operations of a reduction; ``rounded sum`` rounds partial sums, others combine half dtypes in float32."""
 
 OPS: Final[tuple[Op, ...]] = get_args(Op)
 
 HALVES: Final = (torch.float16, torch.bfloat16)
-"""Dtypes that are combined in float32, except in a rounded sum."""
+"""The 16-bit dtypes of floats, whose elements are combined in float32, except in a rounded sum."""
 
 DTYPES: Final = (
     torch.float64,
@@ -36,22 +36,22 @@ DTYPES: Final = (
     torch.uint8,
     torch.bool,
 )
-"""Dtypes whose elements can be combined."""
+"""The dtypes whose elements collectives in shared memory can combine."""
 
 KINDS: Final = {dtype: kind(str(dtype).removeprefix("torch.")) for dtype in DTYPES}
 
 CACHED_BYTES: Final = 1 << 19
-"""Number of bytes of a block in all rows together, which fits a usual second-level cache of 1 MiB."""
+"""Number of bytes, over all rows together, of a block that is combined at once and fits a cache of 1 MiB."""
 
 LEAST_BYTES: Final = 1 << 16
-"""Minimum number of bytes of a block, because calls for shorter blocks take longer than the additions."""
+"""Minimum number of bytes of a row's block, because calls for shorter blocks take longer than the additions."""
 
 LINE_BYTES: Final = 64
-"""Bytes of a cache line; shares begin at its multiples, so that two ranks never write to the same line."""
+"""Number of bytes of a cache line; ranks' shares begin at multiples, so that no two ranks write to one line."""
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """Return pairs (left, right): row ``right`` is added to row ``left``. Row *i* is the node ``nodes[i]``."""
+    """Return the additions that sum ``nodes`` in tree order, as pairs: row ``right`` is added to row ``left``."""
     pairs: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
@@ -64,19 +64,19 @@ def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, in
 
 @cache
 def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (left, right) of rows to add in tree order; at the end row 0 is the sum."""
+    """Return the pairs (left, right) of rows to add in tree order, so that row 0 is the sum of all rows."""
     return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
 
 
 def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
-    """Return the elements that ``rank`` of ``size`` adds: equal shares, but the last may be short or empty."""
+    """Return the range of elements that ``rank`` of ``size`` adds; the last range may be short or empty."""
     unit = max(1, LINE_BYTES // element_bytes)
     width = -(-num_elements // (size * unit)) * unit
     return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
 
 
 def blocks(elements: range, element_bytes: int, num_rows: int) -> Iterator[slice]:
-    """Yield ``elements`` in blocks whose size fits the cache for ``num_rows`` rows."""
+    """Yield the range ``elements`` as slices so short that ``num_rows`` rows fit the processor's cache."""
     width = max(CACHED_BYTES // num_rows, LEAST_BYTES) // LINE_BYTES * LINE_BYTES // element_bytes
     for start in range(elements.start, elements.stop, width):
         yield slice(start, min(start + width, elements.stop))
@@ -104,24 +104,24 @@ def combiner(op: Op, dtype: torch.dtype) -> Combine:
 
 
 def combine_in_place(combine: Combine, rows: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> Tensor:
-    """Combine rows in the order of ``pairs``, in their own memory; return the row with the result."""
+    """Combine the tensors ``rows`` in the order of ``pairs``, in the same memory; return the row of the result."""
     for left, right in pairs:
         combine(rows[left], rows[right], out=rows[left])
     return rows[0]
 
 
 def is_widened(op: Op, dtype: torch.dtype) -> bool:
-    """Whether rows of ``dtype`` are combined in float32."""
+    """Whether ``op`` combines tensors of ``dtype`` in float32."""
     return dtype in HALVES and op != "rounded sum"
 
 
 def sum_of(dtype: torch.dtype) -> Op:
-    """Return the operation that adds gradients of ``dtype`` over replicas; half dtypes use rounded sums."""
+    """Return the operation that adds gradients of ``dtype`` over replicas: ``rounded sum`` for half dtypes."""
     return "rounded sum" if dtype in HALVES else "sum"
 
 
 class Combiner:
-    """A function that combines at least two rows of a dtype; "mean" divides the sum by the number of rows."""
+    """A function that combines tensors (rows) of one dtype; "mean" divides the sum by the number of rows."""
 
     def __init__(self, op: Op, dtype: torch.dtype, num_rows: int) -> None:
         self._combine = combiner(op, dtype)
@@ -132,11 +132,11 @@ class Combiner:
         self._dtype = torch.float32 if self._is_half else dtype
 
     def memory(self, shape: Sequence[int]) -> list[Tensor]:
-        """Return the memory that :meth:`__call__` needs for rows of ``shape``."""
+        """Return new scratch tensors, which a call of this object needs to combine rows of ``shape``."""
         return [torch.empty(shape, dtype=self._dtype, device="cpu") for _ in range(self._num_held)]
 
     def __call__(self, rows: Sequence[Tensor], out: Tensor, memory: Sequence[Tensor]) -> None:
-        """Combine ``rows`` of one shape into ``out``, which may be one of the rows."""
+        """Combine ``rows``, all of one shape, into ``out``, which may be a row; ``memory`` is scratch memory."""
         combine, values = self._combine, list(rows)
         if self._is_half:
             values = [held.copy_(row) for held, row in zip(memory, rows, strict=True)]
@@ -157,7 +157,7 @@ _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in OPS}
 
 
 class Reduction:
-    """A reduction in place that can run repeatedly; `HostGroup.reduction` makes it."""
+    """A reduction in place of rows in shared memory that can run repeatedly; made by `HostGroup.reduction`."""
 
     def __init__(
         self,
@@ -186,13 +186,13 @@ class Reduction:
         )
 
     def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
-        """Combine the rows; all ranks must call it. A sum of floats is divided by ``over``, equal on all ranks."""
+        """Combine the rows of all ranks; divide a sum of floats by ``over``, equal on all ranks. All call this."""
         self._barriers.wait(self._purpose, timeout_seconds)
         self._combine_share(over if self._divisor is None else self._divisor)
         self._barriers.wait(self._purpose, timeout_seconds)
 
     def finish(self, reason: int) -> None:
-        """Combine the rows after a barrier at which all ranks wrote them: the second part of :meth:`run`."""
+        """Combine the rows after a barrier at which all ranks wrote their rows: the second part of :meth:`run`."""
         self._combine_share(self._divisor or 1)
         self._barriers.wait(reason)
 
@@ -200,7 +200,7 @@ class Reduction:
 def _can_add_in_one_pass(
     rows: Sequence[Tensor], op: Op, outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]
 ) -> bool:
-    """Return whether C can add these rows: two or four rows of floats, in the usual order, into themselves."""
+    """Return whether C can add the rows: two or four rows of floats, in the usual order, into themselves."""
     is_sum = op in ("sum", "mean") and rows[0].dtype in (torch.float32, torch.float64)
     is_into_rows = [(row.data_ptr(), row.dtype) for row in outputs] == [
         (row.data_ptr(), row.dtype) for row in rows
@@ -210,7 +210,7 @@ def _can_add_in_one_pass(
 
 
 def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
-    """Return C's function that adds into all rows and divides by its argument; the rows must outlive it."""
+    """Return C's function ``f(divisor)``, which sums into all ``rows`` and divides; the rows must outlive it."""
     dtype = rows[0].dtype
     starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
     found: Any = extension.find()
@@ -218,7 +218,7 @@ def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], N
 
 
 class _BlockByBlock:
-    """A reduction of this rank's share by torch, block by block."""
+    """A function that combines this rank's share of the rows' elements with torch, block by block."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _BlockByBlock:
         self._wide = [torch.empty(longest, dtype=torch.float32, device="cpu") for _ in rows] if is_half else None
 
     def __call__(self, divisor: float) -> None:
-        """Combine all blocks, and divide each result by ``divisor``."""
+        """Combine all blocks of this rank's share, and divide each result by ``divisor``."""
         for rows, outputs in self._blocks:
             total = combine_in_place(self._combine, self._widened(rows), self._order)
             if divisor != 1:

@@ -30,13 +30,13 @@ Fence = Callable[[], None]
 
 
 def make_fence(machine: str | None = None) -> Fence | None:
-    """Return the memory fence to call between data and counter; None if the processor needs no fence."""
+    """Return the memory fence to call between writing data and counter; None if the processor needs no fence."""
     name = platform.machine() if machine is None else machine
     return None if name in _STORES_IN_ORDER else membarrier()
 
 
 def membarrier() -> Fence:
-    """Return a function: a full memory barrier for all threads of the processes that have called this."""
+    """Return a function that is a memory barrier for all processes that have called ``membarrier()`` before."""
     number = _MEMBARRIER_NUMBERS.get(platform.machine())
     call = ctypes.CDLL(None, use_errno=True).syscall
     if number is None or call(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:
@@ -100,7 +100,7 @@ class Barriers:
         forks.call_in_children(self._refuse_all)
 
     def wait(self, purpose: int, timeout_seconds: float | None = None) -> None:
-        """Wait until every rank is at this barrier, for the same ``purpose`` below 2**63.
+        """Wait until every rank is at this barrier with the same ``purpose``, a number below 2**63.
 
         Raises BackendError if a rank was lost or late; the group then ends. Raises CollectiveError if the purposes
         of ranks differ; the group can still be used.
@@ -125,7 +125,7 @@ class Barriers:
                 raise CollectiveError(self._disagreement(place))
 
     def of_part(self, ranks: Sequence[int], pages: Sequence[Words], watch: "ProcessWatch") -> "Barriers":
-        """Return barriers of only ``ranks``, which include this rank, on other pages."""
+        """Return barriers for only ``ranks``, which include this rank, on the shared memory ``pages``."""
         members = tuple(self._names.members[rank] for rank in ranks)
         return Barriers(
             pages,
@@ -137,22 +137,22 @@ class Barriers:
         )
 
     def exchange(self, number: int, purpose: int) -> list[int]:
-        """Wait like :meth:`wait`; return the numbers, below 2**64, that all ranks have posted here."""
+        """Post ``number``, below 2**64, at the next barrier; wait; return the numbers that all ranks posted."""
         place = NUMBERS + self.next_parity()
         self._mine[place] = number
         self.wait(purpose)
         return [page[place] for page in self.pages]
 
     def next_parity(self) -> int:
-        """Return 0 if the next barrier's number is even, else 1."""
+        """Return 0 if the next barrier of this group has an even number, otherwise 1."""
         return self._mine[COUNTER] + 1 & 1
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Return the names of the members with these ranks, as text."""
+        """Return the names of the members with the ranks ``ranks``, as text for messages."""
         return self._names.of(ranks)
 
     def fail(self, reason: str) -> None:
-        """Leave all further barriers because of ``reason``, so that no other rank waits for this rank."""
+        """Fail all later barriers of this rank for ``reason``, so that no other rank waits for this rank."""
         if self.failure is None:
             self.failure = reason
             self._mine[STATE] = GAVE_UP
@@ -165,25 +165,25 @@ class Barriers:
         self._watch.close()
 
     def abort(self) -> None:
-        """Fail this rank's barriers, even a barrier at which another thread waits; then no rank waits for it."""
+        """Fail this rank's barriers, even if a thread waits at one; the other ranks then stop waiting for it."""
         self.fail(f"this {self._names.noun} ends")
 
     def _refuse_all(self) -> None:
-        """Refuse all barriers in a forked child, because the barriers belong to the parent."""
+        """Refuse all barriers in a forked child, because the barriers belong to the parent process."""
         self.failure = f"this process was forked from a {self._names.noun} of the group, and is none itself"
 
     def raise_failure(self) -> None:
-        """Raise BackendError if this rank takes part in no further barrier."""
+        """Raise BackendError with the reason if this rank takes part in no further barrier."""
         if self.failure is not None:
             raise BackendError(self.failure)
 
     def fence(self) -> None:
-        """Order memory accesses of this thread: earlier ones come before later ones, for all processes."""
+        """Order this thread's memory accesses, for all processes: earlier accesses come before later accesses."""
         if self._fence is not None:
             self._fence()
 
     def wait_for(self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait until ``is_done()``, which depends on ``ranks``; return False after ``timeout_seconds``.
+        """Wait until ``is_done()``, which depends on ``ranks``; return True, or False after ``timeout_seconds``.
 
         Raises BackendError if a rank in ``ranks`` was lost, or all have left.
         """
@@ -196,11 +196,11 @@ class Barriers:
         return is_done() or self._wait_until(ranks, is_done, missing, timeout_seconds)
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Raise BackendError if a rank in ``ranks`` was lost or has left, or this rank has left."""
+        """Raise BackendError if a rank in ``ranks`` was lost or has left, or if this rank has left."""
         self._check_awaited(lambda: list(ranks))
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
-        """Wait for the counter of one rank; raise BackendError in a long wait if any rank was lost."""
+        """Wait until the counter in ``words`` is at ``number``. Raises BackendError if a rank was lost or late."""
         for _ in self._reads:
             if words[COUNTER] >= number:
                 return
@@ -244,7 +244,7 @@ class Barriers:
         return [rank for rank, page in enumerate(self.pages) if page[COUNTER] < number]
 
     def _check_awaited(self, missing: Callable[[], list[int]]) -> None:
-        """Raise BackendError if an awaited rank will not come, or this rank must stop waiting."""
+        """Raise BackendError if a rank in ``missing()`` will not come, or if this rank must stop waiting."""
         self.raise_failure()
         awaited, states = missing(), [page[STATE] for page in self.pages]
         gone = {*self._watch.ended(awaited), *(rank for rank in awaited if states[rank] == HAS_LEFT)}
@@ -266,24 +266,24 @@ _KINDS: list[str] = [""]
 
 
 def operation(name: str) -> int:
-    """Register an operation; return its number, equal in every process with this version of popdist."""
+    """Register an operation by name; return the operation's number, equal in all processes with this popdist."""
     _OPERATIONS.append(name)
     return len(_OPERATIONS) - 1
 
 
 def kind(name: str) -> int:
-    """Register a kind of elements; return its number, equal in every process with this version of popdist."""
+    """Register a dtype by name; return the dtype's number, which is equal in all processes with this popdist."""
     _KINDS.append(name)
     return len(_KINDS) - 1
 
 
 def purpose(operation_number: int, *, kind: int = 0, root: int = 0, count: int = 0) -> int:
-    """Return the purpose of a barrier as a number: 8 bits operation, 8 bits kind, 12 bits root, 35 bits count."""
+    """Return a number that describes a barrier's collective: bits for operation, dtype, root and element count."""
     return operation_number | kind << 8 | (root & 0xFFF) << 16 | (count & 0x7FFFFFFFF) << 28
 
 
 def describe(number: int) -> str:
-    """Return a purpose in words."""
+    """Return in words the collective that a barrier's ``number``, made by :func:`purpose`, describes."""
     what, of, root, count = number & 0xFF, number >> 8 & 0xFF, number >> 16 & 0xFFF, number >> 28
     words = [_OPERATIONS[what] if what < len(_OPERATIONS) else f"operation {what}"]
     if of:
@@ -308,7 +308,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Futexes:
-    """The futexes of a group, one futex for each rank."""
+    """The futexes (futex(2)) of a group: ranks sleep on a rank's futex until this rank wakes the sleepers."""
 
     def __init__(self, pages: Sequence[memoryview], rank: int) -> None:
         self._mine = pages[rank]
@@ -328,7 +328,7 @@ class Futexes:
                 return
 
     def sleep(self, rank: int, is_done: Callable[[], bool], most_seconds: float) -> None:
-        """Sleep until ``rank`` wakes this rank, unless ``is_done()``; at most ``most_seconds``."""
+        """Sleep until ``rank`` wakes this rank, at most ``most_seconds``; return at once if ``is_done()``."""
         if self._number is None:
             time.sleep(most_seconds)
             return
@@ -346,11 +346,11 @@ def _address(page: memoryview) -> int:
 
 
 NUM_READS: Final = 400
-"""Number of reads of a counter before yielding, about 20 microseconds, if each process can have a core."""
+"""Number of reads of a rank's counter (20 microseconds) before a process yields; 1 if cores are too few."""
 
 YIELD_SECONDS: Final = 0.0001
 LONGEST_YIELD_SECONDS: Final = 0.001
-"""How long a process yields its core before it sleeps; the second value applies if there are too few cores."""
+"""The time for which a process yields its core before it sleeps; the second value if cores are too few."""
 
 MOST_SLEEPS: Final = 64
 """Maximum number of consecutive waits that sleep at once, after a wait in which yielding was not enough."""
@@ -360,7 +360,7 @@ LONGEST_NAP_SECONDS: Final = 0.02
 NAP_GROWTH: Final = 2
 
 CHECK_SECONDS: Final = 0.02
-"""Interval of the checks whether awaited processes have ended."""
+"""Seconds between two checks whether the processes that this process waits for have ended."""
 
 Nap = Callable[[float], None]
 
@@ -394,7 +394,7 @@ def wait_until(
 
 
 def is_crowded(pids: Collection[int]) -> bool:
-    """Return whether the processes ``pids`` are more than the cores on which they may run."""
+    """Return whether there are more processes in ``pids`` than cores on which these processes may run."""
     cores: set[int] = set()
     for pid in pids:
         with suppress(OSError):  # a process that the kernel does not let us ask about counts as without cores
@@ -403,20 +403,20 @@ def is_crowded(pids: Collection[int]) -> bool:
 
 
 class CrowdedYields:
-    """The durations of yields in waits if there are more processes than cores: 0 after long waits."""
+    """The time for which waits yield the core if there are more processes than cores: 0 after long waits."""
 
     def __init__(self) -> None:
         self._distrust = self._num_sleeps = 0  # next to a computing process a yield takes a whole time slice
 
     def next_seconds(self) -> float:
-        """Return how long the next wait yields."""
+        """Return how many seconds the next wait yields the core before it sleeps."""
         if self._num_sleeps == 0:
             return LONGEST_YIELD_SECONDS
         self._num_sleeps -= 1
         return 0.0
 
     def record_wait(self, waited_seconds: float) -> None:
-        """Adapt later yields to the duration of a wait that began with a yield."""
+        """Record the seconds of a wait that began with a yield; after a long wait, later waits do not yield."""
         if waited_seconds < LONGEST_YIELD_SECONDS:
             self._distrust = max(self._distrust - 1, 0)
         else:
@@ -424,7 +424,7 @@ class CrowdedYields:
 
 
 class ProcessWatch:
-    """A watch that detects which processes have ended; process descriptors avoid mistaken process ids."""
+    """A watch that detects which processes have ended, by descriptors, because process ids may be reused."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.are_crowded = is_crowded([os.getpid(), *pids.values()])
@@ -434,7 +434,7 @@ class ProcessWatch:
                 self._descriptors[key] = os.pidfd_open(pid)
 
     def ended(self, keys: Iterable[int]) -> list[int]:
-        """Return those of ``keys`` whose processes have ended."""
+        """Return the members of ``keys`` whose processes have ended."""
         by_descriptor = {self._descriptors[key]: key for key in keys if key in self._descriptors}
         poll = select.poll()
         for descriptor in by_descriptor:
@@ -442,6 +442,6 @@ class ProcessWatch:
         return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
 
     def close(self) -> None:
-        """Stop watching all processes."""
+        """Stop watching all processes, and close the descriptors of the processes."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

@@ -1,4 +1,4 @@
-"""Objects that a forked child inherits but must neither use nor end, and marks that children can see.
+"""The handling of forks: objects that a forked child must neither use nor end, and marks that children can see.
 
 Only the parent has the threads that a connection's end would wait for, and the barriers belong to the parent.
 """
@@ -19,12 +19,12 @@ _in_children: Final["list[weakref.WeakMethod[Callable[[], None]]]"] = []
 
 
 def never_destroy_in_children(*connections: object) -> None:
-    """Keep torch's process groups and stores alive in forked children, because destructors join threads."""
+    """Keep torch's groups and stores alive in forked children, where destructors would wait for lost threads."""
     _connections.update(connections)
 
 
 def call_in_children(method: Callable[[], None]) -> None:
-    """Call ``method`` in each forked child, as long as the method's object exists."""
+    """Call ``method`` in each forked child process, as long as the method's object exists."""
     _in_children[:] = [reference for reference in _in_children if reference() is not None]
     _in_children.append(weakref.WeakMethod(method))
 
@@ -38,7 +38,7 @@ def call_at_exit(handler: Callable[[], None]) -> None:
 
 
 def mark_process(name: str) -> int | None:
-    """Mark this process with ``name`` until the returned descriptor is closed; None if marking is impossible."""
+    """Mark this process with ``name`` until the returned descriptor is closed; return None if impossible."""
     try:
         return os.memfd_create(_file_of(name), os.MFD_CLOEXEC)
     except OSError:
@@ -46,7 +46,7 @@ def mark_process(name: str) -> int | None:
 
 
 def find_marked_ancestor(name: str) -> int | None:
-    """Return the nearest ancestor process that is marked with ``name``; None if no ancestor is marked."""
+    """Return the id of the nearest ancestor process that is marked with ``name``; None if there is none."""
     wanted = Path(f"/memfd:{_file_of(name)} (deleted)")
     pid = os.getppid()
     with suppress(OSError):  # the process has ended or belongs to another user

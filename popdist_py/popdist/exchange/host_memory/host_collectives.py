@@ -1,4 +1,4 @@
-"""The collectives of a host group on any CPU tensors, through slots of shared memory or in place.
+"""The collectives of ranks on one host, on any CPU tensors: through slots (buffers in shared memory) or in place.
 
 Each rank has two slots, used alternately by the barrier's parity, so that one barrier for each piece of data is
 enough. In an all-reduce every rank adds the whole piece if the piece is small or there are two ranks; otherwise
@@ -21,10 +21,10 @@ from popdist.exchange.host_memory.host_group import HostGroup
 from popdist.exchange.host_memory.in_place import LEAST_BYTES, InPlace, MayMove, Places
 
 FIRST_BYTES: Final = 1 << 16
-"""Number of bytes of a slot until something larger is sent."""
+"""Number of bytes of a slot, a rank's buffer in shared memory, until something larger is sent."""
 
 LARGEST_BYTES: Final = (1 << 21) + (1 << 16)
-"""Number of bytes of an enlarged slot; larger tensors are sent in pieces, which stay in the shared cache.
+"""Number of bytes of an enlarged slot (a buffer); larger tensors are sent in pieces, which stay in the cache.
 
 The added 64 KiB have room for the bias of a layer whose weights fill the rest: a separate piece is not needed.
 """
@@ -43,12 +43,12 @@ _MOST_PREPARED: Final = 512
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as flat bytes, so that every dtype is sent in the same way."""
+    """Return the contiguous ``tensor`` as flat bytes in the same memory, so that all dtypes are sent alike."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class Slots:
-    """The slots of a group; all ranks make and enlarge the slots at the same time."""
+    """The slots of a group: two shared buffers for each rank, which all ranks enlarge at the same time."""
 
     def __init__(self, group: HostGroup) -> None:
         self.num_bytes = FIRST_BYTES
@@ -57,7 +57,7 @@ class Slots:
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def fit(self, num_bytes: int) -> None:
-        """Enlarge the slots if ``num_bytes`` do not fit. Raises BackendError on all ranks if one has no room."""
+        """Enlarge the slots if ``num_bytes`` do not fit. Raises BackendError on all ranks if one lacks memory."""
         if num_bytes > self.num_bytes < LARGEST_BYTES:
             block = self._group.allocate(2 * LARGEST_BYTES)
             self._block.release()
@@ -65,18 +65,18 @@ class Slots:
             self._views.clear()
 
     def fit_parts(self, num_bytes: int) -> int:
-        """Make room for ``num_bytes`` for each other rank; return the bytes of a slot for each rank."""
+        """Enlarge the slots for ``num_bytes`` to each other rank; return the bytes of a slot for each rank."""
         num_others = self._group.size - 1
         self.fit(num_bytes * num_others)
         return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES
 
     @property
     def whole_bytes(self) -> int:
-        """Maximum number of bytes that each rank adds completely by itself, with one barrier."""
+        """Maximum number of bytes of a tensor that each rank adds completely by itself, with one barrier."""
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
     def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return every rank's slot for barriers of this parity, in rank order, as flat tensors of ``dtype``."""
+        """Return each rank's slot for even (0) or odd (1) barriers, in rank order, as tensors of ``dtype``."""
         key = (parity, dtype)
         if key not in self._views:
             start = parity * self.num_bytes
@@ -84,12 +84,12 @@ class Slots:
         return self._views[key]
 
     def next(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return every rank's slot for the next barrier."""
+        """Return each rank's slot for the next barrier, in rank order, as flat tensors of ``dtype``."""
         return self.of_parity(self._group.barriers.next_parity(), dtype)
 
 
 class _PreparedSum(NamedTuple):
-    """A prepared all-reduce of tensors of one shape and dtype with one barrier."""
+    """The views and functions for an all-reduce, with one barrier, of tensors of one shape and dtype."""
 
     purpose: int
     mine: tuple[Tensor, Tensor]
@@ -99,7 +99,7 @@ class _PreparedSum(NamedTuple):
 
 
 class AllReduce:
-    """The all-reduce of a group of at least two ranks."""
+    """The all-reduce of a host's ranks, at least two, through slots (shared buffers) or in place."""
 
     def __init__(self, group: HostGroup, slots: Slots, in_place: InPlace) -> None:
         self._barriers = group.barriers
@@ -110,7 +110,7 @@ class AllReduce:
         self._num_bytes = slots.num_bytes  # the size of the slots in the prepared sums
 
     def __call__(self, tensor: Tensor, op: Op, may_move: MayMove | None) -> None:
-        """Combine in place; see `HostCollectives.all_reduce`."""
+        """Combine the tensors of all ranks in place; see `HostCollectives.all_reduce`."""
         if tensor.nbytes < LEAST_BYTES:
             self._add(tensor, op)
             return
@@ -135,7 +135,7 @@ class AllReduce:
         prepared.combine(prepared.rows[parity], tensor, prepared.memory)
 
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
-        """Prepare an all-reduce that needs one barrier only; return None if it needs more barriers."""
+        """Prepare the all-reduce of ``tensor`` with one barrier; return None if more barriers are needed."""
         num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape
         combine = Combiner(op, dtype, self._size)
         self._slots.fit(num_bytes)
@@ -169,7 +169,7 @@ class AllReduce:
             tensor.copy_(flat.view(tensor.shape))
 
     def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Add the whole of ``piece`` on each rank."""
+        """Combine ``piece`` over all ranks; every rank adds all elements, after one barrier."""
         length = len(piece)
         rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
         rows[self._rank].copy_(piece)
@@ -178,7 +178,7 @@ class AllReduce:
         combine(rows, piece, [held[:length] for held in memory])
 
     def _reduce_shares(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Add a share of ``piece`` on each rank, and copy the shares of the other ranks."""
+        """Combine ``piece`` over all ranks; each rank adds a share of the elements, and copies the others."""
         barriers, rank, slots = self._barriers, self._rank, self._slots
         shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
         mine = shares[rank]
@@ -201,7 +201,7 @@ class AllReduce:
 
 
 class HostCollectives:
-    """The collectives of a host group; all ranks must make the same calls with the same sizes and operations.
+    """The collectives of one host's ranks; all ranks must make the same calls with the same sizes and operations.
 
     Tensors must be on the CPU and without gradient, and, except in :meth:`all_reduce`, flat and contiguous.
     """
@@ -221,7 +221,7 @@ class HostCollectives:
     def connect(
         cls, store: Store, rank: int, num_local: int, *, names: Names, timeout_seconds: float
     ) -> Self | None:
-        """Make the collectives of this host's ``num_local`` ranks; None on all if they cannot share memory."""
+        """Make the collectives of this host's ``num_local`` ranks; None on all ranks if sharing is impossible."""
         first = rank - rank % num_local
         own = replace(names, members=names.members[first : first + num_local])
         prefix = PrefixStore(f"host/{first}", store)
@@ -229,7 +229,7 @@ class HostCollectives:
         return None if group is None else cls(group)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine the tensors of all ranks in place; ``may_move`` says whether this rank's memory may move."""
+        """Combine the tensors of all ranks in place; ``may_move(tensor)`` says whether memory may be moved."""
         if not self._is_alone:
             self._all_reduce(tensor, op, may_move)
 
@@ -311,7 +311,7 @@ class HostCollectives:
             self._scatter_in_place(output, combine, reason, places)
 
     def _scatter_in_place(self, output: Tensor, combine: Combiner, reason: int, places: Places) -> None:
-        """Combine this rank's part of all ranks' tensors directly in the tensors' memory."""
+        """Combine this rank's part of all ranks' tensors into ``output``, directly from the tensors' memory."""
         first, width = self._rank * len(output), LARGEST_BYTES // output.element_size()
         wholes = self._in_place.rows(places, output.nbytes * self.size, output.dtype)
         rows = [whole[first : first + len(output)] for whole in wholes]
@@ -341,7 +341,7 @@ class HostCollectives:
             combine(rows, out, [held[:length] for held in memory])
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Receive into ``outputs[i]`` what rank *i* has in ``tensors`` for this rank; lengths may differ."""
+        """Send ``tensors[i]`` to rank *i*, for every rank, and receive into ``outputs[i]``; lengths may differ."""
         if self._is_alone:
             outputs[0].copy_(tensors[0])
             return
@@ -361,32 +361,32 @@ class HostCollectives:
                     piece.copy_(_part(slots[other], other, mine, width)[: len(piece)])
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
-        """Wait for all ranks; see :meth:`HostGroup.barrier`."""
+        """Wait until all ranks of the host are in this call; see :meth:`HostGroup.barrier`."""
         self.group.barrier(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
-        """Set how long later calls wait for a lost or late rank."""
+        """Set how long later collectives wait for a lost or late rank before raising an error."""
         self.group.barriers.timeout_seconds = timeout_seconds
 
     def close(self) -> None:
-        """Leave the group; the other ranks detect it."""
+        """Leave the group of the host's ranks; the other ranks detect that this rank has left."""
         if not self._is_alone:
             self._in_place.close()
         self.group.close()
 
     def abort(self) -> None:
-        """End a call that runs in another thread, with an error."""
+        """End a collective that runs in another thread of this process, with an error in that thread."""
         self.group.barriers.abort()
 
 
 def _part(slot: Tensor, owner: int, reader: int, width: int) -> Tensor:
-    """Return the part of ``owner``'s slot that is for ``reader``, which must be another rank."""
+    """Return the part of ``owner``'s slot (shared buffer) that is for ``reader``, which must be another rank."""
     start = (reader - (reader > owner)) * width
     return slot[start : start + width]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return parts of equal length as one tensor, without a copy; None if they are not adjacent in memory."""
+    """Return parts of equal length as one tensor, without a copy; None if the parts are not adjacent in memory."""
     first = parts[0]
     storage = first.untyped_storage().data_ptr()
     for number, part in enumerate(parts):
@@ -397,5 +397,5 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _cut(tensor: Tensor, width: int) -> Sequence[Tensor]:
-    """Return the tensor in pieces of ``width`` elements; an empty tensor is one piece."""
+    """Return ``tensor`` in pieces of ``width`` elements; the last may be shorter; an empty tensor is one piece."""
     return tensor.split(width) if len(tensor) > width else (tensor,)

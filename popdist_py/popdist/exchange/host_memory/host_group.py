@@ -1,4 +1,4 @@
-"""A host group: processes of one host that share memory; all collectives within a host use it.
+"""A host group: processes of one host that share memory. All collectives within a host use a host group.
 
 :meth:`HostGroup.allocate` makes a row of memory for each rank and maps all rows into all ranks; a
 :meth:`HostGroup.reduction` makes every row the sum of all rows.
@@ -32,14 +32,14 @@ from popdist.exchange.host_memory.segments import (
 )
 
 MOST_RANKS: Final = TOKEN_OFFSET // 8 - MESSAGES
-"""Maximum number of ranks, because a rank's page has a word for each rank."""
+"""Maximum number of ranks in a host group, because a rank's page of memory has a word for each rank."""
 
 _ALLOCATE: Final = operation("allocate")
 _BARRIER: Final = 0
 
 
 class HostGroup:
-    """Processes of one host that share memory; all must make the same calls, except calls marked "no collective".
+    """Processes that share one host's memory; all must make the same calls, except calls marked "No collective".
 
     If a rank is lost or late, all other ranks raise an error that names the rank, and the group ends.
     """
@@ -70,7 +70,7 @@ class HostGroup:
         timeout_seconds: float,
         names: Names | None = None,
     ) -> Self | None:
-        """Share memory with the other ranks; all must call this. Return None on all if sharing is impossible."""
+        """Connect all ranks by shared memory; return None on all ranks if impossible. All ranks must call this."""
         if size > MOST_RANKS:
             return None
         names = names or Names(members=tuple(range(size)))
@@ -107,18 +107,18 @@ class HostGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of this rank's rows in total."""
+        """Number of bytes of shared memory that this rank has reserved and not released."""
         return self._segment.num_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Reserve ``num_bytes`` of this rank's memory, released when no view uses them. No collective."""
+        """Reserve ``num_bytes`` of this rank's shared memory, as long as a view of it exists. No collective."""
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
 
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
-        """Make a group of some ranks, in their order, each with a page that it has reserved. No collective."""
+        """Make a group of only ``ranks``, each of which has reserved a page of its memory. No collective."""
         places = zip(ranks, offsets, strict=True)
         pages = [
             page.row if other == self.rank else self.map(other, offset, PAGE_BYTES) for other, offset in places
@@ -129,9 +129,10 @@ class HostGroup:
         return HostGroup(self._segment, found, barriers, barriers.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
-        """Allocate ``num_bytes`` of zeros for each rank, or use ``reserved``; map all rows into all ranks.
+        """Allocate ``num_bytes`` of zeros (a row) for each rank, and map the rows of all ranks into all ranks.
 
-        If a rank has no room for its row, every rank raises BackendError, and the group can still be used.
+        If ``reserved`` is given, it is this rank's row. If a rank has no room for its row, every rank raises
+        BackendError, and the group can still be used.
         """
         trouble, rows, reason = "", [], purpose(_ALLOCATE, count=num_bytes)
         try:
@@ -156,12 +157,12 @@ class HostGroup:
         return SharedBlock(self._segment, offset, rows, self.rank)
 
     def map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
-        """Return the memory of ``rank`` at ``offset`` in its segment. No collective."""
+        """Map the shared memory of ``rank`` at ``offset``, and return the memory as flat bytes. No collective."""
         descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
     def open_file(self, rank: int, descriptor: int) -> int:
-        """Return a descriptor here for another rank's memory file. Raises OSError on failure. No collective."""
+        """Return an own descriptor for another rank's memory file. Raises OSError on failure. No collective."""
         return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
@@ -172,7 +173,7 @@ class HostGroup:
         outputs: Sequence[Tensor] | None = None,
         pairs: Sequence[tuple[int, int]] | None = None,
     ) -> Reduction:
-        """Prepare to combine rows of shared memory in place, each rank a share of elements. No collective.
+        """Prepare a reduction of rows of shared memory: each rank combines a share of elements. No collective.
 
         Each ``run()`` of the reduction is a collective: afterwards the result is in every output, and the contents
         of ``rows`` are lost.
@@ -184,7 +185,7 @@ class HostGroup:
         self.barriers.wait(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
-        """Leave the group; the other ranks detect it. Memory stays mapped while views of blocks exist."""
+        """Leave the group; the other ranks detect this. Shared memory stays mapped while views exist."""
         self.barriers.close()
         if self._is_part:  # the segments belong to the whole group, which is closed later
             return
@@ -194,11 +195,11 @@ class HostGroup:
 
 
 _COUNTER_BYTES: Final = 64
-"""Number of bytes of a counter, so that each counter has its own cache line."""
+"""Number of bytes for a counter of messages, so that each counter has its own cache line."""
 
 
 class ShortMessages:
-    """Messages between any ranks of a group, a multiple of 8 bytes long; all ranks make this object together."""
+    """Short messages between ranks of a host, all of the same length; all ranks make this object together."""
 
     def __init__(self, group: HostGroup, num_bytes: int) -> None:
         # The n-th message of a rank is answered by the n-th message of the other rank. A rank sends its next
@@ -219,7 +220,7 @@ class ShortMessages:
         self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
     def send(self, ranks: Collection[int], message: bytes) -> list[int]:
-        """Send ``message`` to each of ``ranks``, without waiting; return the number of each rank's answer."""
+        """Send ``message`` to each rank in ``ranks``; return for each rank the number of the message in answer."""
         barriers = self._barriers
         barriers.raise_failure()
         for rank in ranks:
@@ -240,7 +241,7 @@ class ShortMessages:
         return numbers
 
     def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
-        """Return message ``number`` of ``rank``; None if late. Raises BackendError if the rank was lost."""
+        """Return message ``number`` of ``rank``, or None if late. Raises BackendError if ``rank`` was lost."""
         return self._kept[rank].pop(number) if self._read_until(rank, number, timeout_seconds) else None
 
     def _read_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
@@ -264,7 +265,7 @@ class ShortMessages:
 
 
 def _halves(box: memoryview) -> tuple[memoryview, memoryview]:
-    """Return the two places for messages, behind the counter."""
+    """Return the two halves of ``box`` after its counter; messages use the two halves in turns."""
     middle = (_COUNTER_BYTES + len(box)) // 2
     return box[_COUNTER_BYTES:middle], box[middle:]
 

@@ -1,4 +1,4 @@
-"""Collectives in place on storages that every rank has mapped: no tensor is moved or copied.
+"""Collectives in place: all ranks have mapped the memory of all ranks' tensors, and no tensor is copied.
 
 Before a large collective each rank posts, at a barrier that is needed anyway, in which of its files the tensor is,
 and where. If all ranks post such a place, they work in place, otherwise through slots. A storage that is posted
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from popdist.exchange.host_memory.addition import Reduction
 
 LEAST_BYTES: Final = 1 << 18
-"""Number of bytes of the smallest tensors that are combined in place."""
+"""Number of bytes of the smallest tensors that collectives combine in place."""
 
 _SHARE: Final = operation("mapping of a tensor")
 
@@ -38,10 +38,10 @@ _NEW: Final = 1 << 61
 _MOST_PREPARED: Final = 1 << 8
 
 _MANY_REFUSALS: Final = 16
-"""Number of consecutive calls without places after which only every 16th call asks for places."""
+"""Number of consecutive collectives that were not in place; then only every 16th collective asks again."""
 
 _MOST_KINDS: Final = 1 << 10
-"""Maximum number of kinds of calls that are counted; then counting restarts, on all ranks at the same call."""
+"""Maximum number of kinds of collectives that are counted; then all ranks restart counting at the same call."""
 
 _MOST_DESCRIPTORS: Final = 1 << 23
 _ANSWER: Final = 1 << 63
@@ -52,32 +52,32 @@ MayMove = Callable[[Tensor], bool]
 
 
 Places = tuple[int, ...]
-"""For each rank, in which of its files a tensor is, and where in the file."""
+"""For each rank one number: the memory file in which the rank's tensor is, and the tensor's offset there."""
 
 
 class InPlace:
-    """The places that the ranks of a group post; all ranks must make the same calls in the same order."""
+    """The shared tensors of the ranks of a group; all ranks must make the same calls in the same order."""
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
         self._barriers = group.barriers
         self._numbers: dict[int, int] = {}
-        """Number in this group of each file of this rank that all ranks have mapped; the key names the storage."""
+        """The group's number of each memory file that all ranks have mapped; the key names the storage."""
         self._files: list[dict[int, MappedFile]] = [{} for _ in range(group.size)]
-        """For each rank, its files; the key is the number of the file in this group."""
+        """The mapped memory files of each rank; the key is the number that the group has for the file."""
         self._num_shared = [0] * group.size
         self._can_map = True
         """Whether all ranks could map every storage so far."""
         self._seen: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
-        """The storages that may be moved at their next use, with their lengths at the last use."""
+        """The storages that may be moved at the next use, with the number of bytes at the last use."""
         self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
         self._num_refusals: dict[int, int] = {}
-        """For each kind of call, how many consecutive calls had no place for a tensor; equal on all ranks."""
+        """For each kind of collective, how many consecutive calls were not in place; equal on all ranks."""
 
     def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
-        """Return the places of all ranks' tensors, exchanged at a barrier; None if a tensor has no place.
+        """Exchange the places of all ranks' tensors in shared memory at a barrier; return the places, or None.
 
-        After many calls of one kind without places only some calls ask, because the barrier takes time.
+        None if a rank's tensor is not in shared memory. After many such calls of one kind only some calls ask.
         """
         num_refusals = self._num_refusals.pop(reason, 0)
         if num_refusals > _MANY_REFUSALS and num_refusals % _MANY_REFUSALS:
@@ -100,7 +100,7 @@ class InPlace:
         )
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the memory at ``places`` as flat tensors."""
+        """Return the shared memory of each rank at ``places``, as flat tensors of ``num_bytes`` and ``dtype``."""
         found = []
         for rank, place in enumerate(places):
             start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
@@ -108,7 +108,7 @@ class InPlace:
         return found
 
     def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
-        """Return the reduction of tensors like ``tensor`` at ``places``."""
+        """Return the reduction by ``op`` of all ranks' tensors at ``places``, which are like ``tensor``."""
         key = (places, op, tensor.dtype, tensor.numel())
         if key not in self._prepared:
             if len(self._prepared) >= _MOST_PREPARED:
@@ -117,7 +117,7 @@ class InPlace:
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """Return a number that says where ``tensor`` is in shared memory, for other ranks; 0 if it is not."""
+        """Return the place of ``tensor`` in shared memory, as a number for other ranks; 0 if there is none."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()
@@ -133,7 +133,7 @@ class InPlace:
         return _HAS_PLACE | _NEW | place if self._may_share() else 0
 
     def close(self) -> None:
-        """Unmap all files."""
+        """Unmap all ranks' memory files in this process."""
         self._prepared.clear()
         for files in self._files:
             files.clear()
@@ -142,14 +142,14 @@ class InPlace:
         return self._can_map and self._num_shared[self._group.rank] < _MOST_NUMBERS - 1
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
-        """Return whether torch's allocator owns the storage, and it was seen before with the same length."""
+        """Return whether ``storage`` is resizable memory of torch, and was used before with the same length."""
         if not torch_private.can_swap_memory or not storage.resizable() or not self._may_share():
             return False  # numpy and other users of the address have made the storage not resizable
         length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()
         return length_before == storage.nbytes()
 
     def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
-        """Make all ranks map newly posted storages; return whether every rank could map them."""
+        """Map newly posted storages on all ranks; return whether every rank could map all of them."""
         self._unmap_gone()
         rank = self._group.rank
         new = [other for other, place in enumerate(posted) if place & _NEW]
@@ -175,7 +175,7 @@ class InPlace:
         return True
 
     def _file_of(self, tensor: Tensor) -> SharedStorage | None:
-        """Return the file with the tensor, after moving it there if necessary; None if there is no room."""
+        """Return the file with the tensor's storage, moved there if necessary; None if there is no room."""
         storage = tensor.untyped_storage()
         if shared_storages.find(storage) is None:
             self._seen.pop(storage, None)
@@ -197,7 +197,7 @@ class InPlace:
         return file
 
     def _unmap_gone(self) -> None:
-        """Unmap storages that were freed."""
+        """Unmap the memory files of storages that were freed, in this process."""
         shared_storages.release_gone()
         for rank, files in enumerate(self._files):
             for number in [number for number, file in files.items() if not file.is_in_use]:

@@ -1,4 +1,4 @@
-"""Messages of any length from one rank of a host group to another; no other rank takes part.
+"""Messages of any length from one rank of a host group to another rank; no other rank takes part.
 
 A sender copies a message into a buffer of its own memory and posts the buffer first, so that it waits for no rank.
 The sender's page has the newest buffer for each rank, and each buffer has the place of the buffer before: a
@@ -35,17 +35,17 @@ _PIECE_BYTES: Final = 1 << 20
 """Number of bytes of a piece; the receiver copies one piece while the sender copies the next piece."""
 
 MOST_AHEAD_BYTES: Final = 1 << 26
-"""Maximum number of unreceived bytes for a receiver; above it, the sender's wait is a wait for the receipt."""
+"""Maximum number of bytes that a rank has sent and the receiver has not received, before the sender must wait."""
 
 _MOST_KEPT_BYTES: Final = 1 << 27
-"""Maximum number of bytes that free buffers keep when another buffer is made."""
+"""Maximum number of bytes of free message buffers that are kept when another buffer is made."""
 
 _MOST_TIMES_TOO_LARGE: Final = 8
 _MOST_MAPPED: Final = 256
 
 
 class _Buffer:
-    """Memory for one message at a time."""
+    """A buffer in shared memory for one message at a time."""
 
     def __init__(self, row: Tensor, place: int) -> None:
         self.place = place
@@ -56,7 +56,7 @@ class _Buffer:
 
 
 class Messages:
-    """The messages of a rank to and from the ranks of its group, including itself; any thread may use them."""
+    """The messages of this rank to and from all ranks of its group, including itself; any thread may use them."""
 
     def __init__(self, group: HostGroup) -> None:
         self.barriers = group.barriers
@@ -71,7 +71,7 @@ class Messages:
         self._posted: list[Receipt] = []
 
     def send(self, data: Tensor, rank: int, tag: int) -> "Sent":
-        """Send flat bytes, which may change afterwards. Raises BackendError if the rank has gone."""
+        """Send the flat bytes ``data``, which may change afterwards. Raises BackendError if ``rank`` has gone."""
         barriers, length = self.barriers, len(data)
         with self._sending:
             barriers.check([rank])
@@ -95,7 +95,7 @@ class Messages:
     def receive(
         self, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None] = lambda: None
     ) -> "Receipt":
-        """Receive the next message of a rank in ``sources`` into flat bytes, then call ``finish``."""
+        """Receive the next message from ``sources`` into the flat bytes ``into``; ``finish()`` is called then."""
         self.barriers.raise_failure()
         receipt = Receipt(self, into, sources, tag, finish)
         with self._receiving:
@@ -103,7 +103,7 @@ class Messages:
         return receipt
 
     def num_waiting_bytes(self, rank: int) -> int:
-        """Return the number of bytes of all messages to ``rank`` that were not received so far."""
+        """Return the number of bytes of all messages to ``rank`` that ``rank`` has not received so far."""
         with self._sending:
             buffers = [
                 buffer for buffer in self._buffers if buffer.receiver == rank and not buffer.words[_IS_RECEIVED]
@@ -111,11 +111,11 @@ class Messages:
             return sum(buffer.words[_LENGTH] for buffer in buffers)
 
     def has_news(self, sources: Sequence[int]) -> bool:
-        """Return whether a message from ``sources`` has come since :meth:`advance`."""
+        """Return whether a message from one of ``sources`` has come since the last :meth:`advance`."""
         return any(self._incoming[source][0] != self._seen[source] for source in sources)
 
     def advance(self) -> None:
-        """Receive the messages that have come, in the order in which the receipts were requested."""
+        """Receive the messages that have come, in the order in which the program has requested messages."""
         with self._receiving:
             for source in {source for receipt in self._posted for source in receipt.sources}:
                 self._find_new(source)
@@ -131,7 +131,7 @@ class Messages:
     def wait(
         self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float | None = None
     ) -> bool:
-        """Wait until ``is_done()``; False after ``timeout_seconds``; with None, a late rank ends the group."""
+        """Wait until ``is_done()``; return False after ``timeout_seconds``; None: a late rank ends the group."""
         barriers = self.barriers
         seconds = barriers.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
@@ -145,7 +145,7 @@ class Messages:
         return is_in_time
 
     def _free_buffer(self, length: int) -> _Buffer:
-        """Return a buffer that no rank reads, with room for ``length`` bytes."""
+        """Return a message buffer that no rank reads, with room for ``length`` bytes."""
         needed = whole_pages(_HEADER_BYTES + length)
         free = {buffer: buffer.words[_NUM_BYTES] for buffer in self._buffers if buffer.words[_IS_RECEIVED]}
         fitting = [buffer for buffer, size in free.items() if needed <= size <= needed * _MOST_TIMES_TOO_LARGE]
@@ -159,7 +159,7 @@ class Messages:
         return self._buffers[-1]
 
     def _find_new(self, source: int) -> None:
-        """Find the buffers that a rank has posted since the last call."""
+        """Find the messages that the rank ``source`` has sent to this rank since the last call."""
         newest, seen = self._incoming[source][0], self._seen[source]
         self.barriers.fence()
         num_new, place, buffers = (newest >> _PLACE_BITS) - (seen >> _PLACE_BITS) & _NUMBERS, newest & _PLACES, []
@@ -179,7 +179,7 @@ class Messages:
         return self._mapped[key]
 
     def _copy(self, buffer: _Buffer, source: int, into: Tensor) -> None:
-        """Copy a message while the sending rank may still write the end of the message."""
+        """Copy a message into ``into``, while the sending rank may still write the end of the message."""
         words, length, num_copied = buffer.words, buffer.words[_LENGTH], 0
         if length > len(into):
             words[_IS_RECEIVED] = 1
@@ -201,7 +201,7 @@ def _has_more(words: memoryview, num_copied: int) -> bool:
 
 
 class Sent:
-    """A message that this rank has sent; the tensor with its content may change."""
+    """A message that this rank has sent; the tensor that was sent may change."""
 
     source = -1
     error = None
@@ -211,18 +211,18 @@ class Sent:
         self._buffer, self._number = buffer, buffer.num_sent
 
     def is_done(self) -> bool:
-        """Return whether the message was received, or few enough bytes wait for its receiver."""
+        """Return whether the message was received, or so few bytes wait that the sender may continue."""
         buffer = self._buffer
         is_received = buffer.num_sent != self._number or buffer.words[_IS_RECEIVED]
         return bool(is_received) or self._messages.num_waiting_bytes(buffer.receiver) <= MOST_AHEAD_BYTES
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until :meth:`is_done`; return False after ``timeout_seconds``."""
+        """Wait until :meth:`is_done`; return True, or False after ``timeout_seconds``."""
         return self.is_done() or self._messages.wait([self._buffer.receiver], self.is_done, timeout_seconds)
 
 
 class Receipt:
-    """A message that this rank will receive; ``source`` is the rank that has sent it."""
+    """A message that this rank will receive; ``source`` is the rank that has sent the message."""
 
     def __init__(
         self, messages: Messages, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None]
@@ -237,7 +237,7 @@ class Receipt:
         self._has_ended = False
 
     def end(self, copy: Callable[[], None]) -> None:
-        """Copy the message, and keep the error if copying fails."""
+        """End the receipt: copy the message, call ``finish()``, and keep the error if copying fails."""
         try:
             copy()
             self._finish()
@@ -246,13 +246,13 @@ class Receipt:
         self._has_ended = True
 
     def is_done(self) -> bool:
-        """Return whether the message was received, or receiving has failed."""
+        """Return whether the message was received, or receiving the message has failed."""
         if not self._has_ended:
             self._messages.advance()
         return self._has_ended
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for the message; False after ``timeout_seconds``. Raises BackendError if it cannot come."""
+        """Wait for the message; return False after ``timeout_seconds``. Raises BackendError if none can come."""
         messages = self._messages
         is_in_time = self.is_done() or messages.wait(
             self.sources,

@@ -32,34 +32,34 @@ from popdist.errors import BackendError
 PAGE_BYTES: Final = mmap.PAGESIZE
 
 _PUNCH_HOLE_KEEP_SIZE: Final = 3
-"""``FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE`` of fallocate(2)."""
+"""The flags ``FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE`` of fallocate(2)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return ``num_bytes``, rounded up to whole pages."""
+    """Return ``num_bytes``, rounded up to whole pages of memory."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
-    """Map the bytes ``[offset, offset + num_bytes)`` of a segment; both numbers must be whole pages."""
+    """Map the bytes ``[offset, offset + num_bytes)`` of a segment; both numbers must be multiples of a page."""
     return mmap.mmap(descriptor, num_bytes, offset=offset)
 
 
 def as_tensor(window: mmap.mmap) -> Tensor:
-    """Return the window as flat bytes; any view of this tensor keeps the window mapped."""
+    """Return mapped memory as a flat uint8 tensor; any view of this tensor keeps the memory mapped."""
     return torch.frombuffer(window, dtype=torch.uint8)
 
 
 def as_words(row: Tensor) -> memoryview:
-    """Return the memory of flat bytes as unsigned 64-bit numbers."""
+    """Return the memory of a flat uint8 tensor as unsigned 64-bit integers."""
     array: Any = row.numpy()
     return memoryview(array).cast("Q")
 
 
 class Segment:
-    """Memory of this process that other processes map, and that only grows. Raises BackendError on failure."""
+    """A memory file of this process that others map, and that only grows. Raises BackendError on failure."""
 
     def __init__(self) -> None:
         self.descriptor, self._num_bytes, self._owner = -1, 0, os.getpid()
@@ -75,11 +75,11 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the machine's memory reserved for the segment and not released."""
+        """Number of bytes of the machine's memory that the segment holds; released pages do not count."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def grow(self, num_bytes: int) -> int:
-        """Reserve whole pages for ``num_bytes`` more, all zero; return the offset of the pages."""
+        """Enlarge the segment by whole pages of zeros for ``num_bytes``; return the offset of the new pages."""
         more = whole_pages(num_bytes)
         with self._growing:  # one thread may send a message while another thread makes room for a collective
             offset = self._num_bytes
@@ -93,7 +93,7 @@ class Segment:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Release the pages, if this process owns them; mappings of the pages then read zeros."""
+        """Release pages of the segment if this process owns them; mappings of the pages then read zeros."""
         if os.getpid() != self._owner:  # a forked child, whose parent may still use the pages
             return
         _libc.fallocate(
@@ -101,25 +101,25 @@ class Segment:
         )
 
     def close(self) -> None:
-        """Close the descriptor, once; mappings stay until their last view is deleted."""
+        """Close the segment's descriptor, once; mapped memory stays mapped until its last view is deleted."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 class SharedBlock:
-    """A row of memory for each rank, mapped while a view of it exists; :meth:`HostGroup.allocate` makes it."""
+    """Shared memory with a row for each rank, mapped while a view exists; :meth:`HostGroup.allocate` makes it."""
 
     def __init__(self, segment: Segment, offset: int, rows: Sequence[Tensor], rank: int) -> None:
         self.rows = tuple(rows)
         self.mine = rows[rank]
         self.release: Callable[[], None] = partial(segment.release, offset, whole_pages(len(self.mine)))
-        """The function that releases this rank's memory, to be called when no rank reads the memory any more."""
+        """The function that releases this rank's row, to be called when no rank reads the row any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Memory of one rank, flat uint8, at an offset in its segment; :meth:`HostGroup.reserve` makes it."""
+    """Shared memory that one rank has reserved: a flat uint8 tensor, and its offset in the rank's segment."""
 
     offset: int
     row: Tensor
@@ -127,10 +127,10 @@ class Reservation:
 
 TOKEN_BYTES: Final = 32
 TOKEN_OFFSET: Final = PAGE_BYTES - TOKEN_BYTES
-"""Offset of the token, which is at the end of the first page."""
+"""Offset in a segment of the random token, which is at the end of the first page."""
 
 _ACCEPT_SECONDS: Final = 5.0
-"""How long to wait for a connection at the socket; short, because the ranks have connected before."""
+"""Seconds to wait for a connection at the socket; few, because the ranks have connected before."""
 
 _WHERE_SEGMENTS_ARE: Final = "/memfd:popdist"
 
@@ -140,7 +140,7 @@ _RANK: Final = struct.Struct("=i")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSegment:
-    """The segment of another rank, opened by this process, and the id of the rank's process as seen here."""
+    """Another rank's segment (memory file), opened by this process, and the id of the rank's process."""
 
     descriptor: int
     pid: int
@@ -154,7 +154,7 @@ def values_of_all(
     timeout_seconds: float,
     deadline: float | None = None,
 ) -> list[Any]:
-    """Return the values that all ranks put into ``store``. Raises BackendError if a value comes too late."""
+    """Put ``value`` into ``store``, and return the values of all ranks. Raises BackendError if a rank is late."""
     deadline = time.monotonic() + timeout_seconds if deadline is None else deadline
     store.set(str(rank), json.dumps(value))
     values = []
@@ -168,7 +168,7 @@ def values_of_all(
 
 
 class SegmentExchange:
-    """One exchange of segments between the ranks of a group; all ranks make it at the same time."""
+    """One exchange of segments (memory files) between a group's ranks, made by all ranks at the same time."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], timeout_seconds: float) -> None:
         self._store = store
@@ -178,13 +178,13 @@ class SegmentExchange:
         self._timeout_seconds = timeout_seconds
 
     def refuse(self) -> None:
-        """Take part without a segment; then no rank gets a segment."""
+        """Refuse to share: take part in the exchange without a segment, so that no rank gets a segment."""
         self._values_of_all("tokens", secrets.token_hex(TOKEN_BYTES))
         self._values_of_all("connections", [])
         self._values_of_all("found", mine=False)
 
     def run(self, segment: Segment, page: memoryview) -> dict[int, PeerSegment] | None:
-        """Return every other rank's segment; None on all ranks if a rank has none or cannot open one."""
+        """Return the segments of all other ranks; None on all ranks if any rank lacks or cannot open a segment."""
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
         found: dict[int, PeerSegment] = {}
@@ -227,7 +227,7 @@ class SegmentExchange:
                         served.add(_RANK.unpack(said)[0])
 
     def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
-        """Return the segment that comes over ``connection`` if it contains the token; else None."""
+        """Return the segment whose descriptor comes over ``connection``; None if the segment lacks ``token``."""
         try:
             connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -270,14 +270,14 @@ def _socket_name(token: str) -> str:
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process id and the user id at the other end."""
+    """Return the process id and the user id of the process at the other end of a Unix socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
 def _checked(descriptor: int, pid: int, token: str) -> PeerSegment | None:
-    """Return the segment of ``descriptor`` if this user owns it and it contains the token; else None."""
+    """Return the segment of ``descriptor``; None if another user owns the file or the file lacks ``token``."""
     try:  # the token came through torch's store, into which every user of the machine can write
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError

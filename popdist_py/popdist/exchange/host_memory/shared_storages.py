@@ -24,7 +24,7 @@ from popdist.exchange.host_memory.segments import PAGE_BYTES, Segment, as_words,
 from popdist.ground import torch_private
 
 NUMBER_BITS: Final = 40
-"""Number of bits of the numbers that name storages."""
+"""Number of bits of the random numbers that name storages."""
 
 _READ_AND_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED: Final = 0x10
@@ -37,7 +37,7 @@ _libc.mprotect.argtypes = [*_libc.munmap.argtypes, ctypes.c_int]
 
 
 class MappedFile:
-    """The file of a storage, mapped a second time, by the storage's process or by another process."""
+    """A mapping of the memory file of a tensor's storage, in the storage's process or in another process."""
 
     def __init__(self, descriptor: int) -> None:
         whole = _map(descriptor, os.fstat(descriptor).st_size)
@@ -47,17 +47,17 @@ class MappedFile:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the storage still exists in this file."""
+        """Whether the storage in this file still exists."""
         return bool(self._words[0])
 
     def name_storage(self, number: int) -> None:
-        """Set the number that names the storage; 0 means that the storage is gone."""
+        """Write into the file the number that names the storage; 0 means that the storage was freed."""
         self._words[0] = number
         self.number = number or self.number
 
 
 def _map(descriptor: int, num_bytes: int) -> Tensor:
-    """Map a file as flat bytes. Python's own mmap would use one more descriptor for each file."""
+    """Map a file, and return flat bytes. Python's own mmap would use one more descriptor for each file."""
     address = _libc.mmap(None, num_bytes, _READ_AND_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -68,7 +68,7 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorage:
-    """A storage of this process in a file; torch owns the descriptor while the storage is there."""
+    """The record of a storage in a memory file; torch owns the descriptor while the storage exists."""
 
     storage: StorageWeakRef
     address: int
@@ -83,11 +83,11 @@ class SharedStorage:
 
 
 _shared: Final[dict[int, SharedStorage]] = {}
-"""The storages in files; the key is the address."""
+"""The storages of this process that are in memory files; the key is the storage's address."""
 
 
 def make(num_bytes: int) -> UntypedStorage:
-    """Make a storage of at least one byte in a file, all zero. Raises BackendError if there is no room."""
+    """Make a zeroed storage of at least one byte in a memory file. Raises BackendError if there is no room."""
     storage, file = _make(num_bytes)
     _remember(storage, storage.data_ptr(), file, torch_private.descriptor_of(storage))
     return storage
@@ -97,13 +97,13 @@ _POOL_SHARE: Final = 8
 
 
 class StoragePool:
-    """A pool of storages in files, which are used again when no tensor uses them any more."""
+    """A pool of storages in memory files; a storage is used again when no tensor uses the storage any more."""
 
     def __init__(self) -> None:
         self._storages: list[UntypedStorage] = []
 
     def storage(self, num_bytes: int) -> UntypedStorage:
-        """Return a storage of at least ``num_bytes`` without tensors. Raises BackendError if there is no room."""
+        """Return an unused storage of at least ``num_bytes``. Raises BackendError if there is no room."""
         for storage in self._storages:
             is_long_enough = num_bytes <= storage.nbytes() <= num_bytes + num_bytes // _POOL_SHARE
             if is_long_enough and torch_private.is_held_once(storage):
@@ -113,7 +113,7 @@ class StoragePool:
 
 
 def move(storage: UntypedStorage) -> None:
-    """Move a storage of torch that nobody uses now into a file. Raises BackendError if there is no room."""
+    """Move a storage that nobody uses now into a memory file. Raises BackendError if there is no room."""
     made, file = _make(storage.nbytes())
     made.copy_(storage, non_blocking=False)
     # the storage is recorded before the swap, so that a fork at any time finds it
@@ -122,7 +122,7 @@ def move(storage: UntypedStorage) -> None:
 
 
 def find(storage: UntypedStorage) -> SharedStorage | None:
-    """Return the record of a storage that is in a file of this process; None for any other storage."""
+    """Return the record of ``storage`` if the storage is in a memory file of this process; otherwise None."""
     found = _shared.get(storage.data_ptr())
     if found is not None and found.storage == StorageWeakRef(storage):
         return found
@@ -131,7 +131,7 @@ def find(storage: UntypedStorage) -> SharedStorage | None:
 
 
 def release_gone() -> None:
-    """Mark the files of freed storages, so that all ranks unmap the files."""
+    """Release the files of freed storages: mark the files, so that all ranks unmap the files."""
     for shared in list(_shared.values()):
         if shared.is_gone:
             _shared.pop(shared.address).file.name_storage(0)
@@ -166,7 +166,7 @@ def _remember(storage: UntypedStorage, address: int, file: MappedFile, descripto
 
 
 def _part_from_parent() -> None:
-    """In a forked child, give storages private pages, because the shared pages belong to the parent."""
+    """Give storages private pages in a forked child, because the shared pages belong to the parent process."""
     for shared in _shared.values():
         if shared.is_gone:
             continue

@@ -1,4 +1,4 @@
-"""The default group of torch.distributed, for code that asks torch for its rank and calls torch's collectives.
+"""The default group of torch.distributed, for programs that ask torch for their rank and call its collectives.
 
 Without a default group, such code treats each instance as the main instance. The group made here has the backend
 ``popdist`` and finds the other ranks in popdist's store. A group that the program has made is not changed.
@@ -15,22 +15,22 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from popdist.exchange.process_group.registration import NAME, register
 
 NONE: Final = (0, 0)
-"""The place of an instance without a default group."""
+"""The value of :func:`place_in_default_group` if torch has no default process group."""
 
 
 _numbers: Final = count()
-"""Numbers of the groups made here, equal on all instances."""
+"""The counter that numbers the default groups made here; the numbers are equal on all instances."""
 
 
 def place_in_default_group() -> tuple[int, int]:
-    """Return rank + 1 and size of this process in the default group; ``NONE`` without a default group."""
+    """Return this process's rank + 1 in torch's default group, and the group's size; ``NONE`` without a group."""
     if not dist.is_available() or not dist.is_initialized():
         return NONE
     return dist.get_rank() + 1, dist.get_world_size()
 
 
 def disagreement(places: list[tuple[int, int]]) -> str | None:
-    """Return why the instances' places allow no common default group; None if they allow one."""
+    """Return an error message if the instances' default groups (rank + 1, size) are not one group; else None."""
     if set(places) == {NONE}:
         return None
     for instance, (number, size) in enumerate(places):
@@ -47,7 +47,7 @@ def disagreement(places: list[tuple[int, int]]) -> str | None:
 
 
 class DefaultGroup:
-    """The default group that popdist has made; ``store`` is None for a job of one instance."""
+    """The default process group of torch that popdist makes; ``store`` is None in a job of one instance."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout_seconds: float) -> None:
         register()
@@ -62,7 +62,7 @@ class DefaultGroup:
         self._group = dist.group.WORLD
 
     def destroy(self) -> None:
-        """Destroy the default group and the groups made of it, unless the program has destroyed it."""
+        """Destroy torch's default group and its subgroups, unless the program has destroyed the default group."""
         if self._group is not None and dist.group.WORLD is self._group:
             dist.destroy_process_group()
         self._group = None

@@ -1,4 +1,4 @@
-"""The collectives of one torch group on plain CPU tensors, in the form in which torch's C++ code calls them.
+"""The collectives of a torch process group on plain CPU tensors, with the arguments that torch's C++ code passes.
 
 Each collective checks its tensors and options, so that a wrong argument raises an error here (mostly RuntimeError,
 like gloo) and not a missing rank. Then the collective runs in its turn, for tensors of any strides, lists and
@@ -32,7 +32,7 @@ Options = Any  # an object of one of torch's many classes of options
 
 
 class GroupCalls:
-    """The collectives of a group; methods and arguments have the names of torch's backends."""
+    """The collectives of a process group; methods and arguments have the names that torch's backends use."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class GroupCalls:
         return self._queue.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)
 
     def allreduce(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
-        """Combine one tensor over the ranks, in place."""
+        """Combine the single tensor in ``tensors`` over all ranks, in place; return the work to wait for."""
         check_single("allreduce", tensors)
         return self.allreduce_coalesced(tensors, opts, may_move)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
-        """Combine each of several tensors in place; ``may_move`` says which storages all ranks may remap."""
+        """Combine each tensor over all ranks in place; ``may_move(tensor)`` says whether memory may be moved."""
         if op := op_of(opts.reduceOp, tensors):
             check_written("allreduce", tensors)
             return self._do(_all_reduce, opts, list(tensors), bare(tensors), op, may_move)
@@ -68,14 +68,14 @@ class GroupCalls:
         return call(list(tensors), opts)
 
     def broadcast(self, tensors: Tensors, opts: Options) -> Work:
-        """Overwrite one tensor with the root's tensor."""
+        """Overwrite the single tensor in ``tensors`` with the root's tensor; return the work to wait for."""
         check_single("broadcast", tensors)
         check_rank("broadcast", opts.rootRank, self._host.size, "root rank")
         check_written("broadcast", tensors)
         return self._do(_broadcast, opts, list(tensors), *bare(tensors), opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Options) -> Work:
-        """Combine one tensor over the ranks into the root's tensor."""
+        """Combine the single tensor in ``tensors`` over all ranks into the root's tensor; return the work."""
         check_single("reduce", tensors)
         check_rank("reduce", opts.rootRank, self._host.size, "root rank")
         parts = [torch.view_as_real(it) if it.is_complex() and _is_sum(opts.reduceOp) else it for it in tensors]
@@ -86,12 +86,12 @@ class GroupCalls:
         return self._gloo.reduce(list(tensors), opts)
 
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Options) -> Work:
-        """Send each rank its tensor of the root's list, by gloo."""
+        """Send each rank one tensor of the root's list, by gloo; return the work to wait for."""
         check_dense("scatter", [*outputs, *(tensor for row in inputs for tensor in row)])
         return self._gloo.scatter(list(outputs), list(map(list, inputs)), opts)
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Options) -> Work:
-        """Copy every rank's tensor: the tensor of each rank goes into ``outputs[0][rank]``."""
+        """Gather one tensor from every rank: the tensor of each rank is copied into ``outputs[0][rank]``."""
         check_single("allgather", outputs, inputs)
         check_rows("allgather", outputs, inputs, self._host.size)
         check_written("allgather", outputs[0])
@@ -99,7 +99,7 @@ class GroupCalls:
         return self._do(_all_gather, opts, list(outputs[0]), rows, bare(inputs))
 
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Options) -> Work:
-        """Copy every rank's tensors: ``inputs[i]`` of each rank goes into ``outputs[rank][i]``."""
+        """Gather several tensors of every rank: ``inputs[i]`` of each rank is copied to ``outputs[rank][i]``."""
         if len(outputs) != self._host.size or {len(listed) for listed in outputs} != {len(inputs)}:
             raise RuntimeError(
                 "popdist::allgather_coalesced: output lists should be equal to world size, each as long as the "
@@ -115,7 +115,7 @@ class GroupCalls:
         return self._gather_parts([output], [tensor], opts, lambda: _parts_like(output, tensor, self._host.size))
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """Gather each input of all ranks into the output with the same index, rank after rank."""
+        """Gather ``inputs[i]`` from all ranks, one after another in rank order, into the tensor ``outputs[i]``."""
         return self._gather_parts(outputs, inputs, opts, lambda: gathered_parts(outputs, inputs, self._host.size))
 
     def _gather_parts(
@@ -126,7 +126,7 @@ class GroupCalls:
         return self._do(_all_gather_single, opts, results, bare(outputs), bare(inputs))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Options) -> Work:
-        """Reduce and scatter: combine all ranks' ``inputs[0][rank]`` into the output of ``rank``."""
+        """Reduce and scatter: combine ``inputs[0][rank]`` of all ranks into the output of ``rank``."""
         check_single("reduce_scatter", outputs, inputs)
         if op := op_of(opts.reduceOp, outputs):
             check_rows("reduce_scatter", inputs, outputs, self._host.size)
@@ -140,7 +140,7 @@ class GroupCalls:
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """Reduce and scatter several tensors; each input has the ranks' parts one after another."""
+        """Reduce and scatter several tensors; each input contains a part for every rank, in rank order."""
         if op := op_of(opts.reduceOp, outputs):
             check_parts("reduce_scatter", inputs, outputs, self._host.size)
             check_written("reduce_scatter", outputs)
@@ -149,7 +149,7 @@ class GroupCalls:
         return scatter_reduced(self._gloo, outputs, inputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-        """Receive into ``outputs[i]`` the tensor that rank *i* has in ``inputs`` for this rank."""
+        """Send ``inputs[i]`` to rank *i*, for every rank, and receive rank *i*'s tensor into ``outputs[i]``."""
         check_exchange(outputs, inputs, self._host.size)
         check_written("alltoall", outputs)
         return self._do(_all_to_all, opts, list(outputs), bare(outputs), bare(inputs))
@@ -157,18 +157,18 @@ class GroupCalls:
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Options
     ) -> Work:
-        """Run :meth:`alltoall` on parts along the first dimension; empty lengths mean equal lengths."""
+        """Send each rank a part of ``tensor``, cut along dim 0, and receive parts; empty lengths: equal parts."""
         check_splits(output, tensor, (received, sent), self._host.size)
         check_written("alltoall", [output])
         return self._do(_all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
 
     def barrier(self, opts: Options) -> Work:
-        """Wait for all ranks."""
+        """Wait until all ranks of the process group are in this call; return the work to wait for."""
         return self._do(_barrier, opts, [], seconds(opts.timeout))
 
 
 def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: MayMove | None) -> None:
-    """Combine each of ``tensors`` over the ranks; all combinations use the values before the call."""
+    """Combine each of ``tensors`` over all ranks, in place; each result uses the values before the call."""
     combined = [tensor.clone() for tensor in tensors] if _share_memory(tensors) else tensors
     for tensor in combined:
         host.all_reduce(tensor, op, may_move)
@@ -178,21 +178,21 @@ def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: 
 
 
 def _broadcast(host: Collectives, tensor: Tensor, root: int) -> None:
-    """Overwrite ``tensor`` with the root's tensor."""
+    """Overwrite ``tensor``, of any strides, on every rank with the tensor of rank ``root``."""
     flat = flat_values(tensor)
     host.broadcast(flat, root)
     give_back([tensor], [flat])
 
 
 def _reduce(host: Collectives, tensor: Tensor, op: Op, root: int) -> None:
-    """Combine all ranks' tensors into the root's ``tensor``."""
+    """Combine the tensors of all ranks by ``op`` into the tensor of rank ``root``; any strides are allowed."""
     flat = flat_values(tensor)
     host.reduce(flat, op, root)
     give_back([tensor], [flat])
 
 
 def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
-    """Copy ``tensors[i]`` of each rank into ``outputs[i][rank]``."""
+    """Copy ``tensors[i]`` of each rank into ``outputs[i][rank]`` on every rank, for every index *i*."""
     for row, tensor in zip(outputs, tensors, strict=True):
         places = [place_of(tensor) for tensor in row]
         host.all_gather(places, _apart(flat_values(tensor), places, places[host.rank]))
@@ -202,7 +202,7 @@ def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors:
 def _reduce_scatter(
     host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
 ) -> None:
-    """Combine the parts that all ranks' ``inputs[i]`` have for this rank, into ``outputs[i]``."""
+    """Combine into ``outputs[i]`` the tensors that all ranks' ``inputs[i]`` have for this rank."""
     for output, row in zip(outputs, inputs, strict=True):
         place = place_of(output)
         host.reduce_scatter(place, [_apart(flat_values(tensor), [place], place) for tensor in row], op)
@@ -210,14 +210,14 @@ def _reduce_scatter(
 
 
 def _all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Receive into ``outputs[i]`` the tensor that rank *i* has in ``inputs`` for this rank."""
+    """Send ``inputs[i]`` to rank *i*, for every rank, and receive rank *i*'s tensor into ``outputs[i]``."""
     places = [place_of(output) for output in outputs]
     host.all_to_all(places, [_apart(flat_values(tensor), places) for tensor in inputs])
     give_back(outputs, places)
 
 
 def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Gather each of ``tensors`` into one output, one rank's part after another."""
+    """Gather ``tensors[i]`` of all ranks, one after another in rank order, into the tensor ``outputs[i]``."""
     for output, tensor in zip(outputs, tensors, strict=True):
         place = place_of(output)
         parts = _parts(place, host)
@@ -226,7 +226,7 @@ def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Se
 
 
 def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
-    """Run :func:`_reduce_scatter` on inputs that are one tensor each, one rank's part after another."""
+    """Reduce and scatter tensors ``inputs``, each of which contains a part for every rank, in rank order."""
     for output, tensor in zip(outputs, inputs, strict=True):
         place = place_of(output)
         parts = [_apart(part, [place], place) for part in _parts(flat_values(tensor), host)]
@@ -237,7 +237,7 @@ def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs:
 def _all_to_all_single(
     host: Collectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
-    """Run :func:`_all_to_all` on parts along the first dimension; empty lengths mean equal lengths."""
+    """Send each rank a part of ``tensor``, cut along dim 0, and receive parts; empty lengths mean equal parts."""
     place = place_of(output)
     given = _apart(flat_values(tensor), [place])
     host.all_to_all(_cut(place, output, received, host), _cut(given, tensor, sent, host))
@@ -245,12 +245,12 @@ def _all_to_all_single(
 
 
 def _barrier(host: Collectives, timeout_seconds: float | None) -> None:
-    """Wait for all ranks."""
+    """Wait until all ranks are in this call. Raises BackendError after ``timeout_seconds``."""
     host.barrier(timeout_seconds)
 
 
 def _parts_like(output: Tensor, tensor: Tensor, size: int) -> list[Tensor]:
-    """Return all ranks' tensors in an output of ``size`` parts like ``tensor``, in rank order."""
+    """Return the tensor of each rank in the gathered tensor ``output``, in rank order, shaped like ``tensor``."""
     return list(output.reshape(size, *tensor.shape).unbind())
 
 
@@ -266,12 +266,12 @@ def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives
 
 
 def flat_values(tensor: Tensor) -> Tensor:
-    """Return the elements as a contiguous flat tensor; it shares memory with ``tensor`` if possible."""
+    """Return the elements of ``tensor`` as a contiguous flat tensor, in the memory of ``tensor`` if possible."""
     return _run(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def place_of(tensor: Tensor) -> Tensor:
-    """Return contiguous flat memory for the elements of ``tensor``: its own memory if contiguous."""
+    """Return flat memory for a result like ``tensor``: the memory of ``tensor`` if contiguous, else new memory."""
     return _run(tensor) if _is_run(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
 
@@ -280,7 +280,7 @@ def _is_run(tensor: Tensor) -> bool:
 
 
 def _run(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as a flat tensor; view() would give one element any stride."""
+    """Return a contiguous tensor as a flat tensor of stride 1; ``view()`` would give one element any stride."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -292,9 +292,9 @@ def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = None) -> Tensor:
-    """Return ``tensor``, or a copy if it shares memory with ``outputs`` but is not ``allowed``.
+    """Return ``tensor``; return a copy instead if ``tensor`` shares memory with one of ``outputs``.
 
-    ``allowed`` is memory that is read before it is written.
+    No copy is made if the memory of ``tensor`` is ``allowed``, memory that is read before it is written.
     """
     if allowed is not None and (tensor.data_ptr(), tensor.nbytes) == (allowed.data_ptr(), allowed.nbytes):
         return tensor
@@ -320,13 +320,13 @@ def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Optio
 
 
 def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:
-    """Return the results of an all_gather of several tensors: for each rank, its part of each output."""
+    """Return for each rank its parts of the gathered tensors ``outputs``, as an all-gather's results."""
     parts = [_parts_like(output, tensor, size) for output, tensor in zip(outputs, inputs, strict=True)]
     return unwrapped([list(row) for row in zip(*parts, strict=True)])
 
 
 def unwrapped(lists: list[list[Tensor]]) -> list[Any]:
-    """Return lists in the form of gloo's futures: the tensors of a single list, or all lists."""
+    """Return ``lists`` in the form of the results of gloo's futures: the single list itself, or all lists."""
     return lists[0] if len(lists) == 1 else lists
 
 
@@ -340,18 +340,18 @@ _OPS: Final[dict[Any, Op]] = {
 
 
 def bare(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors without gradient, because autograd does not record writes into them."""
+    """Return ``tensors`` without gradient, in the same memory, so that autograd does not record writes."""
     return [tensor.data if not tensor.is_inference() else _writable(tensor) for tensor in tensors]
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Return a tensor of inference mode as a tensor that may be written outside of inference mode."""
+    """Return an inference-mode tensor as a tensor that may be written outside of inference mode; same memory."""
     with torch.inference_mode(mode=False):
         return from_dlpack(tensor.resolve_neg())
 
 
 def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:
-    """Return popdist's name of ``reduce_op``; None if popdist cannot combine ``tensors`` in this way."""
+    """Return popdist's name of the operation ``reduce_op``; None if popdist cannot combine ``tensors`` so."""
     for tensor in tensors:
         if tensor.dtype not in KINDS:
             return None
@@ -364,25 +364,25 @@ def _is_sum(reduce_op: Any) -> bool:
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """Return a timeout in seconds; None if it is None or negative, which torch uses for no timeout."""
+    """Return a timeout in seconds; None if ``timeout`` is None or negative, with which torch means no timeout."""
     return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
 
 
 def check_rank(call: str, rank: int, size: int, what: str = "rank") -> None:
-    """Raise RuntimeError unless ``rank`` is in the group, because gloo would wait for ever or crash."""
+    """Raise RuntimeError unless the group has the rank ``rank``: gloo would wait for ever or crash."""
     if not 0 <= rank < size:
         raise RuntimeError(f"popdist::{call}: invalid {what}: {rank} (expected 0 to {size - 1})")
 
 
 def check_single(call: str, *tensors: Sequence[object]) -> None:
-    """Raise RuntimeError unless each of the lists has one element."""
+    """Raise RuntimeError unless each of the lists ``tensors`` has exactly one element."""
     for listed in tensors:
         if len(listed) != 1:  # gloo treats several tensors as tensors of several devices, and combines them
             raise RuntimeError(f"popdist::{call}: expected a single tensor, got {len(listed)}")
 
 
 def check_written(call: str, tensors: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if elements of a tensor that is written share memory, as after expand()."""
+    """Raise RuntimeError if elements of a tensor to be written share memory, as after ``expand()``."""
     for tensor in tensors:
         dimensions = zip(tensor.shape, tensor.stride(), strict=True)
         if not tensor.is_contiguous() and any(length > 1 and stride == 0 for length, stride in dimensions):
@@ -403,7 +403,7 @@ def check_dense(call: str, tensors: Iterable[Tensor]) -> None:
 
 
 def check_rows(call: str, rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size: int) -> None:
-    """Raise RuntimeError unless ``rows`` has, for each tensor, a list of one such tensor per rank."""
+    """Raise RuntimeError unless ``rows[i]`` has, for each rank, one tensor of the form of ``tensors[i]``."""
     if len(rows) != len(tensors):
         raise RuntimeError(
             f"popdist::{call}: expected as many lists as tensors, got {len(rows)} and {len(tensors)}"
@@ -424,7 +424,7 @@ def check_rows(call: str, rows: Sequence[Sequence[Tensor]], tensors: Sequence[Te
 
 
 def check_parts(call: str, wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> None:
-    """Raise RuntimeError unless each of ``wholes`` has the size and dtype of its part times ``size``."""
+    """Raise RuntimeError unless ``wholes[i]`` has the dtype and ``size`` times the elements of ``parts[i]``."""
     if len(wholes) != len(parts):
         raise RuntimeError(
             f"popdist::{call}: expected as many outputs as inputs, got lists of {len(wholes)} and {len(parts)}"
@@ -439,7 +439,7 @@ def check_parts(call: str, wholes: Sequence[Tensor], parts: Sequence[Tensor], si
 
 
 def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: int) -> None:
-    """Raise RuntimeError unless each list has one tensor per rank, all with the same dtype."""
+    """Raise RuntimeError unless ``outputs`` and ``inputs`` have one tensor per rank, all of the same dtype."""
     for name, listed in (("input", inputs), ("output", outputs)):
         if len(listed) != size:
             raise RuntimeError(
@@ -449,7 +449,7 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: in
 
 
 def check_splits(output: Tensor, input: Tensor, lengths: Sequence[Sequence[int]], size: int) -> None:  # noqa: A002 - torch's name
-    """Raise RuntimeError unless ``lengths`` cut both tensors into a part per rank; empty means equal parts."""
+    """Raise RuntimeError unless ``lengths`` cut both tensors into one part per rank; empty means equal parts."""
     _check_dtypes([output, input])
     for tensor, parts in zip((output, input), lengths, strict=True):
         rows = len(tensor) if tensor.dim() else 0

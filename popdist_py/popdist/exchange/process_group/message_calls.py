@@ -1,6 +1,6 @@
-"""The messages between two ranks of a torch group, of plain CPU tensors, as torch's C++ code calls them.
+"""The sending and receiving of plain CPU tensors between two ranks of a torch process group.
 
-If all ranks of a group are on one host, its messages go through memory (`popdist.exchange.host_memory.messages`),
+If all ranks of a group are on one host, messages go through memory (`popdist.exchange.host_memory.messages`),
 otherwise over gloo. All messages of a group go the same way, so that a message of any rank can be received.
 """
 
@@ -31,45 +31,45 @@ from popdist.ground import torch_private_groups
 
 
 class MessageWork(dist.Work):
-    """A message that was sent, or that this rank will receive."""
+    """The work of a message between ranks: a handle to wait until the message was sent or received."""
 
     def __init__(self, message: Sent | Receipt) -> None:
         super().__init__()
         self._message = message
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until done. Raises RuntimeError after a ``timeout`` above 0; the message may come later."""
+        """Wait for the message. Raises RuntimeError after a ``timeout`` above 0; the message may still come."""
         seconds = timeout.total_seconds()
         if not outside_inference(self._message.wait, seconds if seconds > 0 else None):
             raise RuntimeError(f"timeout: the message did not come within {seconds:g} seconds")
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the message is done or has failed."""
+        """Return whether the message was sent or received, or has failed."""
         return outside_inference(self._message.is_done)
 
     def is_success(self) -> bool:
-        """Return whether the message is done."""
+        """Return whether the message was sent or received without an error."""
         return self.is_completed() and self._message.error is None
 
     def exception(self) -> BaseException | None:
-        """Return why the message has failed; None if it is done or not yet done."""
+        """Return the error of a message that has failed; None if the message is done or not yet done."""
         return self._message.error
 
     def source_rank(self) -> int:
-        """Return the rank that has sent a received message."""
+        """Return the rank that has sent the received message; -1 for a message that this rank sends."""
         return self._message.source
 
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Return the result of a kernel for a message that is done."""
+        """Wait for the message; return a finished work of torch, boxed as the result of an operator's kernel."""
         self.wait()
         return torch_private_groups.done_work([]).boxed()
 
 
 class MessageCalls:
-    """The messages of a group; methods and arguments have the names of torch's backends."""
+    """The messages between ranks of a group; methods and arguments have the names that torch's backends use."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class MessageCalls:
         self._messages = Messages(host.group) if isinstance(host, HostCollectives) else None
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Send one tensor to one rank."""
+        """Send the single tensor in ``tensors`` to ``rank``; return the work to wait for."""
         _check("send", tensors, tag)
         check_rank("send", rank, self._size)
         if self._messages is not None:
@@ -91,16 +91,16 @@ class MessageCalls:
         return self._gloo.send([tensor.resolve_conj().resolve_neg() for tensor in tensors], rank, tag)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Receive one tensor from one rank."""
+        """Receive a message from ``rank`` into the single tensor in ``tensors``; return the work to wait for."""
         check_rank("recv", rank, self._size)
         return self._receive(tensors, [rank], tag) or self._gloo.recv(list(tensors), rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        """Receive one tensor from any rank that has sent one."""
+        """Receive a message from any rank into the single tensor in ``tensors``; return the work to wait for."""
         return self._receive(tensors, range(self._size), tag) or self._gloo.recv_anysource(list(tensors), tag)
 
     def _receive(self, tensors: Tensors, ranks: Sequence[int], tag: int) -> Work | None:
-        """Receive through memory; return None if gloo must receive."""
+        """Receive a message through shared memory, and return the work; return None if gloo must receive."""
         _check("recv", tensors, tag)
         if self._messages is not None:
             check_written("recv", tensors)
@@ -111,18 +111,18 @@ class MessageCalls:
 
 
 def _check(call: str, tensors: Tensors, tag: int) -> None:
-    """Raise RuntimeError unless there is one tensor, and a tag that gloo accepts."""
+    """Raise RuntimeError unless ``tensors`` has exactly one tensor, and gloo accepts the number ``tag``."""
     check_single(call, tensors)
     if tag < 0:
         raise RuntimeError(f"popdist::{call}: Tag must be nonnegative, got {tag}")
 
 
 def _send(messages: Messages, tensor: Tensor, rank: int, tag: int) -> Sent:
-    """Send the elements of ``tensor``."""
+    """Send the elements of ``tensor`` to ``rank`` through shared memory; return the sent message."""
     return messages.send(as_bytes(flat_values(tensor)), rank, tag)
 
 
 def _receive(messages: Messages, tensor: Tensor, ranks: Sequence[int], tag: int) -> Receipt:
-    """Receive a message of one of ``ranks`` into ``tensor``."""
+    """Receive a message from one of ``ranks`` into ``tensor``, through shared memory; return the receipt."""
     place = place_of(tensor)
     return messages.receive(as_bytes(place), ranks, tag, lambda: give_back([tensor], [place]))

@@ -1,4 +1,4 @@
-"""The registration of the backend ``popdist`` with torch.
+"""The registration of the process group's backend ``popdist`` with torch.distributed.
 
 When torch is imported, torch calls :func:`register` through ``popdist_backend``. Every program with torch pays for
 this call, so nothing here opens or starts anything.
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 NAME: Final = "popdist"
 
 _INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
-"""The contract's name, repeated because few programs that import torch need `popdist.ground.contract`."""
+"""A variable's name in `popdist.ground.contract`, repeated, because few programs need to import that module."""
 
 
 def register() -> None:
-    """Make ``init_process_group("popdist")`` work; a second call does nothing.
+    """Register the backend, so that ``init_process_group("popdist")`` works; a second call does nothing.
 
     Raises:
         ImportError: If popdist cannot train with this torch.
@@ -42,7 +42,7 @@ def register() -> None:
 
 @cache
 def remember_wrappers() -> "WeakSet[nn.Module]":
-    """Return a set that collects every DistributedDataParallel and FullyShardedDataParallel made from now on."""
+    """Return a set to which every DistributedDataParallel and FullyShardedDataParallel made later is added."""
     from torch.nn.modules.module import register_module_module_registration_hook
     from torch.nn.parallel import DistributedDataParallel
 

@@ -58,7 +58,7 @@ Work = Any  # dist.Work, of which torch's stubs do not say that its groups retur
 
 
 class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not describe the base class
-    """gloo, which torch uses for the whole group when it sets a timeout or asks for memory for tensors."""
+    """The gloo group inside a popdist group; torch asks gloo to set the timeout and to allocate tensors."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, on_timeout: Callable[[float], None]
@@ -68,11 +68,11 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not desc
         self.pool: StoragePool | None = None  # memory for tensors that torch asks for
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether the group can make tensors on ``device`` that its collectives need not copy."""
+        """Return whether ``allocate_tensor`` makes tensors on ``device`` that collectives need not copy."""
         return self.pool is not None and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized flat tensor of ``size`` elements in memory that all ranks can map."""
+        """Return an uninitialized flat tensor of ``size`` elements, if possible in memory for all ranks to map."""
         made = torch.empty(0, dtype=dtype, device=device)
         if self.pool is None or not self.supports_tensor_alloc(device) or not size:
             return made.new_empty(size)
@@ -90,7 +90,7 @@ def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> A
 
 
 def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
-    """Make a method that calls torch's own method; it returns the work of popdist's kernel, if one ran."""
+    """Make a method that calls torch's method of the same name, but returns the work of popdist's kernel."""
     torchs_own = getattr(_ProcessGroup, torchs_name or name)
 
     def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:
@@ -102,7 +102,7 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
 
 
 def _kept(work: Work, method_frame: FrameType | None) -> Work:
-    """Return ``work``, or a finished work if the method's caller would not keep ``work``."""
+    """Return ``work``; if the method's caller would not keep ``work``, wait, and return a finished work."""
     if not isinstance(work, DoneWork | PendingWork) or torch_private_groups.keeps_works(method_frame):
         return work
     work.wait()
@@ -110,7 +110,7 @@ def _kept(work: Work, method_frame: FrameType | None) -> Work:
 
 
 class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs do not describe the base class
-    """A torch process group that uses popdist's collectives; torch makes it."""
+    """The process group that torch makes for the backend ``popdist``: its collectives use shared memory."""
 
     calls: GroupCalls  # the group's collectives over plain CPU tensors
     message_calls: MessageCalls
@@ -153,7 +153,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
     def _connect_accelerators(
         self, device: torch.device | None, timeout: timedelta, *, warns: bool
     ) -> torch.device | None:
-        """Connect the accelerators of all ranks; return their device, or None if tensors go through CPU memory."""
+        """Connect the ranks' accelerators; return their device type, None if tensors go through CPU memory."""
         if accelerator.found_type() is None:
             return None
         rank, size = self.rank(), self.size()
@@ -172,26 +172,26 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         return torch.device(device.type)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return ``popdist``."""
+        """Return the name of this process group's backend, ``popdist``."""
         return "popdist"
 
     def get_group_store(self) -> Store:
-        """Return the store in which the ranks found each other."""
+        """Return the key-value store in which the ranks of this process group found each other."""
         return self._store
 
     @property
     def host_group(self) -> "HostGroup | None":
-        """The shared memory of the ranks; None if the ranks are on several hosts."""
+        """The shared memory of the group's ranks; None if the ranks are on several hosts."""
         return self._host.group if isinstance(self._host, HostCollectives) else None
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work:
-        """Combine one tensor over the ranks, in place; torch's reducer calls this method with its buckets."""
+        """Combine one tensor over all ranks, in place; DistributedDataParallel calls this for each bucket."""
         with DispatchedCall((*arguments, *named.values()), self._may_move(currentframe())) as call:
             work = super().allreduce(*arguments, **named)
         return work if call.work is None else _kept(call.work, currentframe())
 
     def _may_move(self, method_frame: FrameType | None) -> MayMove | None:
-        """Return the function that says whether a call may move a tensor's memory; None if no call may."""
+        """Return the function that says whether a call may move a tensor's memory; None if the call never may."""
         if self._share_tensors is False:
             return None
         if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: only it knows the addresses
@@ -215,12 +215,12 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
     alltoall = _method("alltoall")
 
     def gather(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Work:
-        """Gather tensors on the root by gloo, after making them contiguous, which gloo needs before torch 2.11."""
+        """Gather tensors on the root by gloo; make inputs contiguous first, which gloo needs before torch 2.11."""
         dense = [it.contiguous() for it in inputs] if isinstance(inputs, list) else inputs.contiguous()
         return cast("Work", super().gather(outputs, dense, *arguments, **named))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Wait for all ranks; for work on their accelerators only if the options name an accelerator."""
+        """Wait until all ranks are here, and for an accelerator's queued operations if ``opts`` names a device."""
         if type(opts) is not BarrierOptions:
             opts, chosen = BarrierOptions(), timeout or opts
             opts.timeout = opts.timeout if chosen is None else chosen
@@ -234,18 +234,18 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         return work if call.work is None else _kept(call.work, currentframe())
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collectives and messages called so far, by popdist and by gloo."""
+        """Return the number of collectives and messages of this group so far, by popdist and by gloo together."""
         num_calls = self.calls.num_calls + self.message_calls.num_calls
         return num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long later calls wait for a lost or late rank."""
+        """Set how long later calls of this group wait for a lost or late rank before raising an error."""
         if hasattr(_ProcessGroup, "set_timeout"):  # not in torch 2.6; nor is shutdown
             super().set_timeout(timeout)
         self._host.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Leave the group; the other ranks detect it, and memory is released."""
+        """Leave the process group, and release its memory; the other ranks detect that this rank has left."""
         self._queue.stop()
         self._host.close()
         self._gloo.pool = None
@@ -265,7 +265,7 @@ for _name, _own in list(vars(PopdistProcessGroup).items()):
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    """Return whether a tensor is flat, as buckets are; a gradient that a C++ hook sends mostly is not."""
+    """Return whether ``tensor`` is flat, as DDP's buckets are; a gradient that a C++ hook sends mostly is not."""
     return tensor.dim() == 1
 
 
@@ -289,13 +289,13 @@ _OPERATORS: Final[dict[str, Any]] = {
     "recv_": None,
     "recv_any_source_": None,
 }
-"""The class of options of each operator; None for messages."""
+"""The class of torch's options for each operator of ``torch.ops.c10d``; None for sending and receiving."""
 
 _RETURN_TENSORS: Final = (
     *("allreduce_", "broadcast_", "allgather_", "_allgather_base_"),
     *("reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "scatter_"),
 )
-"""The operators that return their first argument, the tensors, in addition to the work."""
+"""The operators that return tensors (their first argument) in addition to the work."""
 
 _FIELDS: Final = {
     "reduce_op": "reduceOp",
@@ -306,13 +306,13 @@ _FIELDS: Final = {
     "timeout": "timeout",
     "device_ids": "device_ids",
 }
-"""For each option that operators take as an argument, its name in the options of a method."""
+"""For each option that operators take as an argument, the option's name in the options object of a method."""
 
 _NO_DATA: Final = {*_FIELDS, "process_group", "sparse_indices"}
 
 
 class _Current(threading.local):
-    """The call of a group's method that a thread is making; calls may be nested."""
+    """The call of a process group's method that the current thread is making; calls may be nested."""
 
     call: "DispatchedCall | None" = None
 
@@ -321,7 +321,7 @@ _current: Final = _Current()
 
 
 class DispatchedCall:
-    """A call of a group's method, from the method through the dispatcher to the kernel."""
+    """A call of a process group's method, which passes through torch's dispatcher to popdist's kernel."""
 
     def __init__(self, arguments: Sequence[object], may_move: MayMove | None = None) -> None:
         self.arguments = arguments
@@ -340,7 +340,7 @@ class DispatchedCall:
 
 @cache
 def install_kernels(device_key: str = "CPU") -> Any:
-    """Register popdist's kernels for the CPU or for an accelerator with torch, once in a process."""
+    """Register popdist's kernels of torch's collectives, for the CPU or an accelerator, once in a process."""
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the kernels that are replaced
@@ -407,7 +407,7 @@ def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> A
 
 
 def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
-    """Run popdist's collective on accelerator tensors by copies on the CPU, and wait for the result."""
+    """Run a collective on copies of accelerator tensors in CPU memory, wait, and copy the results back."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def staged(value: Any) -> Any:
@@ -432,7 +432,7 @@ def _call_group(
     opts: tuple[Any, ...],
     call: DispatchedCall | None,
 ) -> Any:
-    """Run popdist's collective; return its work in the form that torch's operators return."""
+    """Run the collective ``method`` of popdist; return the work, boxed as torch's operators return a work."""
     if method == "scatter":
         return calls.scatter(*data, *opts).boxed()
     if call is None:  # if the operator was called directly, its work is torch's and cannot fail later
@@ -452,7 +452,7 @@ def _placeholder() -> Any:
 
 
 def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
-    """Call torch's own backend; return its work in the form that torch's operators return."""
+    """Call ``method`` of torch's own backend; return the work, boxed as torch's operators return a work."""
     if method == "allgather_into_tensor_coalesced":  # torch has no Python binding of this and the next method
         rows = zip(*(output.chunk(backend.size()) for output in data[0]), strict=False)
         return backend.allgather_coalesced(list(map(list, rows)), data[1], *opts).boxed()
@@ -462,7 +462,7 @@ def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, .
 
 
 def _first_tensor(data: Sequence[Any]) -> Any:
-    """Return the first tensor in ``data``: tensors, lists of tensors, lists of lists, and numbers."""
+    """Return the first tensor in ``data`` (tensors, nested lists of tensors, numbers); None without a tensor."""
     for value in data:
         found = _first_tensor(value) if isinstance(value, list | tuple) else value
         if isinstance(found, Tensor):

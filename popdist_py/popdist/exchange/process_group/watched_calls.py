@@ -1,4 +1,4 @@
-"""The collectives of a torch group as poprun sees them: the page of progress names the running collective.
+"""The running collective of a torch process group, written on the page of memory that poprun reads.
 
 Only for the backend ``popdist``, because torch's recorder does not know this backend.
 """
@@ -14,7 +14,7 @@ from popdist.ground.progress import progress_page
 
 
 def do_watched(text: str, members: Sequence[int], do: Callable[..., None], *arguments: object) -> None:
-    """Run a collective; meanwhile the page of progress names it, so that poprun sees missing ranks."""
+    """Run the collective ``do`` while poprun's page of memory names ``text``, so that missing ranks are seen."""
     progress_page.wait(text, members)
     try:
         do(*arguments)
@@ -23,7 +23,7 @@ def do_watched(text: str, members: Sequence[int], do: Callable[..., None], *argu
 
 
 def call_in_words(do: Callable[..., None], arguments: Sequence[object], members: tuple[int, ...]) -> str:
-    """Return a collective as text, with its first tensor, and with its ranks if not all take part."""
+    """Return a collective as text: its name, its first tensor's dtype and shape, and its ranks unless all."""
     tensor = next(_tensors(arguments), None)
     if tensor is None:
         return _words(do.__name__, None, (), members)

@@ -1,4 +1,4 @@
-"""The queue of a group's collectives, which run one after another in the order of the calls.
+"""The queue of a process group's collectives, which run one after another in the order of the calls.
 
 A synchronous call runs in the calling thread, unless earlier calls are not finished. An asynchronous call runs in
 the thread that waits for it, or, if no thread soon waits, in the group's own thread. Callbacks of its future run
@@ -22,7 +22,7 @@ from popdist.exchange.host_memory.forks import call_at_exit
 from popdist.ground import torch_private_groups
 
 _END_SECONDS: Final = 5.0
-"""Seconds that the thread may take to end after this rank has left the group."""
+"""Seconds that the group's thread may take to end after this rank has left the group."""
 
 _HAND_OVER_SECONDS: Final = 0.001
 """Seconds until the group's thread runs a call for which no thread waits; a waiting thread is faster."""
@@ -39,23 +39,23 @@ _Event = Literal["issued", "wanted", "end"]
 
 
 class _Work(dist.Work):
-    """A collective that has or will have an outcome."""
+    """The work of a collective: a handle for waiting, with the results or a function that makes the results."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
         self._outcome = outcome
 
     def result(self) -> list[Any]:
-        """Return what the collective changes, in the form of gloo's results."""
+        """Return the tensors that the collective writes, in the form of the results of gloo's works."""
         return list(self._outcome() if callable(self._outcome) else self._outcome)
 
     def boxed(self) -> Any:
-        """Return the result of a kernel for a finished collective: torch's own work, which needs no Python."""
+        """Return a finished work of torch's own class, boxed as the result of an operator's kernel."""
         return torch_private_groups.done_work(self.result()).boxed()
 
 
 class PendingWork(_Work):
-    """A collective that runs later, in the group's thread or in the thread that waits for it."""
+    """A collective that runs later, in the group's thread or in the thread that waits for the collective."""
 
     def __init__(self, outcome: Outcome, queue: "WorkQueue") -> None:
         super().__init__(outcome)
@@ -63,7 +63,7 @@ class PendingWork(_Work):
         self._queue = queue
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the collective is done. Raises RuntimeError after a ``timeout`` above 0; it still runs."""
+        """Wait for the collective. Raises RuntimeError after a ``timeout`` above 0; the collective still runs."""
         seconds = timeout.total_seconds()
         if seconds <= 0:
             self._queue.advance(self._future.done)
@@ -81,7 +81,7 @@ class PendingWork(_Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the collective; None if it has not failed or is not done."""
+        """Return the error of the collective; None if the collective has not failed or is not done."""
         if not self._future.done():
             return None
         try:
@@ -91,7 +91,7 @@ class PendingWork(_Work):
         return None
 
     def get_future(self) -> Any:
-        """Return a future of :meth:`result`."""
+        """Return a future of the collective's results, and make the group's thread run the collective."""
         self._queue.begin()
         return self._future
 
@@ -107,7 +107,7 @@ class PendingWork(_Work):
 
 
 class _Failure:
-    """The value of a future whose collective failed; asking it for tensors raises the error."""
+    """The value of the future of a failed collective; reading tensors from this value raises the error."""
 
     # Torch's C++ code pickles a value to find its tensors; DistributedDataParallel's reducer uses the first
     # tensor. With an exception as the value, which torch's ``set_exception`` sets, the process would end there.
@@ -116,16 +116,16 @@ class _Failure:
         self._error = error
 
     def reveal(self) -> NoReturn:
-        """Raise the error when the future's ``wait`` or ``value`` is called."""
+        """Raise the collective's error when the future's ``wait`` or ``value`` is called."""
         raise self._error
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise the error when torch's C++ code pickles the value."""
+        """Raise the collective's error when torch's C++ code pickles this value."""
         raise self._error
 
 
 class DoneWork(_Work):
-    """A collective that was done when its call returned."""
+    """The work of a collective that had already ended when its call returned."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True at once, because the collective is done."""
@@ -133,23 +133,23 @@ class DoneWork(_Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return True, because the collective is done."""
         return True
 
     is_success = is_completed
 
     def exception(self) -> None:
-        """Return None."""
+        """Return None, because the collective has not failed."""
 
     def get_future(self) -> Any:
-        """Return a finished future of :meth:`result`."""
+        """Return a finished future with the collective's results."""
         future: Future[Results] = Future()
         future.set_result(self.result())
         return future
 
 
 class WorkQueue:
-    """The collectives of one group, and the thread that runs collectives that do not run at once."""
+    """The queue of one group's collectives, with a thread that runs collectives for which nobody waits."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self._abort = abort  # ends a running wait of the thread, with an error
@@ -164,7 +164,7 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Run ``do(*arguments)`` in its turn: now, or perhaps later if ``is_async``; return its work."""
+        """Run the collective ``do(*arguments)`` in its turn, if ``is_async`` perhaps later; return the work."""
         if not is_async and not self._pending:
             with self._turn:
                 outside_inference(do, *arguments)
@@ -185,11 +185,11 @@ class WorkQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all collectives that were called are finished."""
+        """Whether all collectives of this queue that were called are finished."""
         return not self._pending
 
     def advance(self, is_done: Callable[[], bool]) -> None:
-        """Run queued collectives in this thread until ``is_done()``; stop if another thread runs them."""
+        """Run queued collectives in this thread until ``is_done()``; return if another thread runs the queue."""
         while self._tasks and not is_done() and self._turn.acquire(blocking=False):
             try:
                 self._do_next()
@@ -197,11 +197,11 @@ class WorkQueue:
                 self._turn.release()
 
     def begin(self) -> None:
-        """Make the thread run queued collectives."""
+        """Begin to run the queued collectives in the group's thread, without waiting for another thread."""
         self._events.put("wanted")
 
     def stop(self) -> None:
-        """End the thread: collectives that have not begun fail, and a running collective is aborted."""
+        """End the group's thread: the running collective is aborted, and the collectives in the queue fail."""
         if self._thread is not None:
             self._abort()
             self._events.put("end")
@@ -222,7 +222,7 @@ class WorkQueue:
                     self._do_next()
 
     def _next_event(self) -> _Event:
-        """Wait until there is a collective that no other thread will run."""
+        """Wait for a collective that no other thread will run, or for the end; return the event."""
         event = self._events.get()
         while event == "issued" and len(self._tasks) <= 1:
             try:
@@ -249,7 +249,7 @@ class WorkQueue:
 
 
 def outside_inference(do: Callable[..., T], *arguments: Any) -> T:
-    """Call ``do`` outside of inference mode, because objects that it keeps must not be of this mode."""
+    """Call ``do`` outside of inference mode, because tensors that ``do`` keeps must not be of this mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             return do(*arguments)
@@ -260,12 +260,12 @@ _queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
 
 
 def are_all_idle() -> bool:
-    """Return whether all collectives of this process that were given to a thread are finished."""
+    """Return whether all collectives of all popdist groups in this process are finished."""
     return all(queue.is_idle for queue in list(_queues))
 
 
 def _stop_all() -> None:
-    """Stop all queues, because a thread that frees a tensor after the interpreter's end aborts the process."""
+    """Stop the threads of all queues: a thread that frees a tensor after Python's end aborts the process."""
     for queue in list(_queues):
         queue.stop()
 
