@@ -1,1 +1,1 @@
-"""How the instances of a job reach each other."""
+"""The transport of a job: the connections between instances, on one or several hosts, and their collectives."""

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @contextmanager
 def as_backend_error(what: str) -> Iterator[None]:
-    """A context that waits for other instances, and converts torch's errors to BackendErrors that name ``what``.
+    """A context for a wait for other instances; errors of torch become BackendErrors that begin with ``what``.
 
     NCCL gives the reason only in the last line of its error. If no device is visible, torch raises ValueError.
     """
@@ -49,18 +49,18 @@ def as_backend_error(what: str) -> Iterator[None]:
 
 
 END_SECONDS: Final = 5.0
-"""Seconds that the thread may take to end after the channel was closed."""
+"""Seconds that the channel's thread may take to end after the channel was closed."""
 
 _NUM_LOOKS: Final = 5
 _LOOK_SECONDS: Final = 0.2
 
 
 FollowUp = Callable[[], None]
-"""The last part of a collective, which the thread runs when there is no newer collective."""
+"""The last part of a collective, which the channel's thread runs when there is no newer collective."""
 
 
 class ChannelWork(NamedTuple):
-    """Collectives for the thread, on tensors of one device; accelerators wait for ``is_ready`` first."""
+    """A function for the channel's thread, on tensors of one device; accelerators wait for ``is_ready`` first."""
 
     do: Callable[[], FollowUp | None]
     tensors: Sequence[Tensor]
@@ -100,17 +100,17 @@ class Channel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a collective has failed or was aborted; then all later collectives fail too."""
+        """Whether a collective of this channel has failed or was aborted; then all later collectives fail too."""
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return every instance's accelerator tensor, stacked; only issued functions may call this method."""
+        """Return the accelerator tensors of all instances, stacked; only issued functions may call this method."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
         gather_into(self._process_group, as_bytes(gathered), as_bytes(tensor))
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send row *j* to instance *j*; return the rows received, row *i* from instance *i*.
+        """Send row *j* to instance *j*; return the received rows, row *i* from instance *i*.
 
         Only issued functions may call this method.
         """
@@ -127,11 +127,11 @@ class Channel:
             self._fail(error)
 
     def receive(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Start to receive the next message of an instance with this tag; return the works to wait for."""
+        """Start to receive the next message of ``instance`` with ``tag``; return the works to wait for."""
         return self._message("recv", row, instance, tag)
 
     def send(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Send a message when the instance has posted a receive; return the works to wait for."""
+        """Send ``row`` when ``instance`` has posted a receive with ``tag``; return the works to wait for."""
         return self._message("send", row, instance, tag)
 
     def _message(self, way: str, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
@@ -140,7 +140,7 @@ class Channel:
         return [getattr(self._process_group, way)([as_bytes(row)], instance, tag)]
 
     def issue(self, do: Callable[[], FollowUp | None], tensors: Sequence[Tensor]) -> None:
-        """Make the thread call ``do`` after all work issued before. Does not wait and does not raise."""
+        """Make the channel's thread call ``do`` after all work issued before. Does not wait and does not raise."""
         if self._process_group is None:
             return
         device = tensors[0].device
@@ -152,7 +152,7 @@ class Channel:
             self._thread.start()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until issued work is done, up to ``number``. Raises BackendError if it has failed."""
+        """Wait until issued works are done, all or the first ``number``. Raises BackendError if one has failed."""
         with as_backend_error("the gradients of the other instances did not come"):
             number = self.num_issued if number is None else number
             with self._progress:
@@ -170,7 +170,7 @@ class Channel:
             self._progress.wait_for(lambda: self._num_done >= self.num_issued)
 
     def _loss(self) -> BackendError | None:
-        """Return an error that names the lost instances, or None; waits because connections close one by one."""
+        """Return an error that names all lost instances; None if no instance is found lost within a second."""
         for _ in range(_NUM_LOOKS):
             if lost := self._name_lost():
                 return BackendError(f"the connection to {lost} was closed: it ended or was lost")
@@ -178,7 +178,7 @@ class Channel:
         return None
 
     def abort(self) -> None:
-        """Make all unfinished and all later work fail, here and on the other instances."""
+        """Make all unfinished and all later work of this channel fail, here and on the other instances."""
         self._failure = self._failure or BackendError("the exchange of gradients was broken off")
         with suppress(RuntimeError):
             self._abort(self._process_group)
@@ -186,7 +186,7 @@ class Channel:
             self.local_collectives.abort()
 
     def close(self) -> None:
-        """End the thread and all waits for instances, or an accelerator would wait after the program's end."""
+        """End the channel's thread and all its waits, or an accelerator would wait after the program's end."""
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.abort()
@@ -206,7 +206,7 @@ class Channel:
         self.abort()
 
     def _work(self) -> None:
-        """Run issued work; run the last parts of collectives in order, when there is no newer work."""
+        """Run issued functions in order; run the last parts of collectives when there is no newer function."""
         follow_ups: deque[FollowUp] = deque()
         is_open = True
         while is_open or follow_ups:
@@ -254,4 +254,4 @@ class Channel:
 
 
 def _do_nothing() -> None:
-    """Do nothing: the last part of a collective that is done."""
+    """Do nothing, as the last part of a collective that is already done."""

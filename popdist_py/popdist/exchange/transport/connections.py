@@ -27,21 +27,21 @@ from popdist.ground.accelerators import BACKENDS, accelerator
 from popdist.ground.accelerators.sharing import are_distinct
 
 PROBE_TAG: Final = 1
-"""Tag of messages that no instance sends; headers and data have tag 0."""
+"""The tag of messages that no instance sends: a receive with this tag shows whether a connection is closed."""
 
 NICE: Final = 10
-"""Nice value by which the threads of a channel yield to computing threads; see sched(7)."""
+"""The nice value that is added for a channel's threads, so that computing threads run first; see sched(7)."""
 
 
 def lower_priority() -> None:
-    """Lower the priority of this thread and of threads that it starts, so that they do not interrupt computing."""
+    """Lower the priority of this thread and of threads that it starts, so that computing is not interrupted."""
     with suppress(OSError):  # otherwise each message would interrupt a matrix product and replace its caches
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19))
 
 
 def check_available(backend: str | None) -> None:
-    """Raise BackendError if ``backend`` sends only accelerator tensors, and torch cannot send them here."""
+    """Raise BackendError if ``backend``, such as NCCL, sends only accelerator tensors, and torch cannot here."""
     needed = BACKENDS.get(backend or "")
     if needed is None:
         return
@@ -53,7 +53,7 @@ def check_available(backend: str | None) -> None:
 
 
 class Connections:
-    """The connections of a job, or of the instances with the same part of its replicas, numbered from 0.
+    """The connections of a job, or of the instances that hold the same part of different replicas.
 
     All connections are made and closed together, from the same facts of the job, so the facts stay with them.
     """
@@ -107,7 +107,7 @@ class Connections:
         return made
 
     def between_hosts(self) -> SeveralHosts:
-        """Return the collectives by messages between hosts; on one host, over the connections of headers."""
+        """Return the collectives over several hosts; in a job on one host, collectives by messages over gloo."""
         if isinstance(self.collectives, SeveralHosts):
             return self.collectives
         everybody = range(self.num_instances)
@@ -116,9 +116,9 @@ class Connections:
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
     def direct(self, device: torch.device) -> Any:
-        """Return the backend that sends between accelerators. All instances must make the first call together.
+        """Return the backend that sends directly between accelerators; None if there is no such backend.
 
-        None if there is no such backend, or if two instances share an accelerator.
+        Also None if two instances share an accelerator. All instances must make the first call together.
         """
         if device.type not in self._direct:
             with as_backend_error("the other instances did not tell of their accelerators"):
@@ -138,7 +138,7 @@ class Connections:
             return made
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """Return the channel for tensors on ``devices``; None for several device types, or on a single host."""
+        """Return the channel for tensors on ``devices``; None for several device types, or one host's CPUs."""
         types = {device.type for device in devices}
         if len(types) > 1:
             return None
@@ -176,7 +176,7 @@ class Connections:
         return [instance for instance in instances if instance != self.instance_index]
 
     def is_lost(self, peer: int) -> bool:
-        """Return whether the connection to ``peer`` is known to be closed."""
+        """Return whether the connection to the instance ``peer`` is known to be closed."""
         try:
             self.control.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG)
         except RuntimeError:
@@ -184,12 +184,12 @@ class Connections:
         return False
 
     def check_open(self) -> None:
-        """Raise BackendError if this instance has left or is leaving, because a new thread may never run."""
+        """Raise BackendError if this instance has left or is leaving the job: a new thread might never run."""
         if self._is_stopped:
             raise BackendError(f"{self.names.of([self.instance_index])} has left the job")
 
     def in_background(self, wait: Callable[[], None]) -> Thread:
-        """Run ``wait`` in a thread, because gloo closes all connections after a timeout of its own wait."""
+        """Run ``wait`` in a new thread; a timeout of a wait by gloo itself would close all connections."""
         self.check_open()
         thread = Thread(target=wait, daemon=True)
         self._waiting = [other for other in self._waiting if other.is_alive()] + [thread]
@@ -197,7 +197,7 @@ class Connections:
         return thread
 
     def stop_threads(self) -> None:
-        """End all threads, because a thread that frees a tensor after the interpreter's end aborts the process."""
+        """End all threads, because a thread that frees a tensor after Python's end aborts the process."""
         self._is_stopped = True
         for channel in self._channels.values():
             channel.close()
@@ -210,7 +210,7 @@ class Connections:
             thread.join()
 
     def _close_connections(self, gloo: Any) -> None:
-        """End all waits of a gloo group by a wait with a timeout, after which gloo closes its connections."""
+        """Close all connections of a gloo group, and so end its waits, by a receive with a short timeout."""
         for peer in self.peers_among(range(self.num_instances)):
             with suppress(RuntimeError):
                 gloo.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG).wait(
@@ -218,7 +218,7 @@ class Connections:
                 )
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close all connections of this instance to other instances."""
         self.stop_threads()
         self.control = None
         self.collectives.close()

@@ -1,4 +1,4 @@
-"""The choice between one host's memory and several hosts, and the collectives over several hosts.
+"""The collectives over several hosts, and the choice between these collectives and the memory of one host.
 
 Ranks that seem to be on one machine share its memory if mapping it proves this. If every host has the same number
 of consecutive ranks, a power of two, the ranks of a host are one node of the tree over the ranks: they first
@@ -50,11 +50,11 @@ class HostMessages:
         self._failure: str | None = None
 
     def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send to some ranks, receive from some ranks as :meth:`start` does, and wait for all messages."""
+        """Send the tensors ``sent`` to ranks, receive tensors from ranks into ``received``, and wait for all."""
         self.start(sent, received)()
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Send contiguous tensors to some ranks and receive from some; return a function that waits for all."""
+        """Start to send contiguous tensors to ranks, and to receive from ranks; return a function that waits."""
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):
             works += [
@@ -83,7 +83,7 @@ class HostMessages:
             raise BackendError(self._failure) from error
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections of this rank; all later collectives of this rank fail."""
         self._gloo = None
         self._failure = self._failure or f"this {self._names.noun} has left the group"
 
@@ -106,7 +106,7 @@ class HostMessages:
             raise BackendError(late if "timed out" in str(error).lower() else lost) from error
 
     def _agree_on(self, reason: str) -> str:
-        """Return the first reason that a rank gave; ``reason`` if the store ended with the rank that served it."""
+        """Return the reason that the first failed rank put into the store; ``reason`` if the store has none."""
         # gloo reports a lost peer as a closed connection, and a rank that gives up closes all its connections
         with suppress(RuntimeError):
             if self._store.check([_FAILURE]):
@@ -120,7 +120,7 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """Return the ids of boot and network, which are equal for processes that can share memory; else empty."""
+    """Return a text that is equal for processes that can share memory (boot id, network); else an empty text."""
     try:  # processes of other networks, such as of another pod, cannot send descriptors
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:
@@ -129,7 +129,7 @@ def machine() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rank that joins a group: the store in which it finds the other ranks, and its timeout."""
+    """A rank that joins a group, with the store in which the ranks find each other, and a timeout."""
 
     store: Store
     rank: int
@@ -142,12 +142,12 @@ class Member:
         return len(self.names.members)
 
     def values_of_all(self, what: str, value: object) -> list[Any]:
-        """Return the values of all ranks; ``value`` is this rank's value."""
+        """Exchange ``value`` over the store; return the values of all ranks, in rank order."""
         called = [self.names.of([rank]) for rank in range(self.size)]
         return values_of_all(PrefixStore(what, self.store), self.rank, called, value, self.timeout_seconds)
 
     def share_memory(self, num_local: int, prefix: str) -> HostCollectives | None:
-        """Return the collectives of this host's ``num_local`` ranks; None if the ranks of a host cannot share."""
+        """Return the collectives of this host's ``num_local`` ranks; None on all ranks if a host cannot share."""
         found = HostCollectives.connect(
             PrefixStore(prefix, self.store),
             self.rank,
@@ -163,9 +163,9 @@ class Member:
 
 
 def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> "HostCollectives | SeveralHosts":
-    """Return the collectives of a group that fit its hosts; all ranks must call this function.
+    """Return the collectives of a group: in memory if all ranks are on one host, otherwise also by messages.
 
-    ``host`` is equal on all ranks of a host, and empty if the host is unknown.
+    All ranks must call this function. ``host`` is equal on all ranks of a host, and empty if the host is unknown.
     """
     machines = member.values_of_all("machine", host)
     num_local = num_in_a_row(machines)
@@ -190,7 +190,7 @@ def num_in_a_row(machines: list[str]) -> int:
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """Return the number of ranks of each machine; 1 if a machine's ranks are no node of the tree."""
+    """Return the number of ranks of each machine; 1 if a machine's ranks are not one node of the tree of sums."""
     num_local = num_in_a_row(machines)
     is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
     return num_local if is_node else 1
@@ -198,7 +198,7 @@ def ranks_of_each(machines: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The place of a rank among the hosts of its group; each host has ``num_local`` consecutive members."""
+    """The position of a rank among the hosts of its group; each host has ``num_local`` consecutive members."""
 
     rank: int  # index among the members; messages use the members' numbers
     num_local: int
@@ -216,17 +216,17 @@ class RankPlace:
 
     @property
     def host(self) -> int:
-        """Index of the rank's host."""
+        """Index of the host on which the rank is."""
         return self.rank // self.num_local
 
     @property
     def same_index(self) -> Sequence[int]:
-        """The members with the rank's index on their hosts, in host order."""
+        """The members that have the rank's index on their own hosts, in host order."""
         return self.members[self.rank % self.num_local :: self.num_local]
 
 
 class MessagePeers:
-    """The ranks with the same index on their hosts, which exchange messages: the `Peers` of `two_level`."""
+    """The ranks with the same index on their hosts, which send each other messages: the `Peers` of `two_level`."""
 
     def __init__(self, place: RankPlace, messages: HostMessages) -> None:
         self._place = place
@@ -256,7 +256,7 @@ class MessagePeers:
 
 
 class SeveralHosts:
-    """The collectives of `exchange.host_memory.host_collectives`, for ranks on several hosts."""
+    """The collectives of a group with ranks on several hosts: memory within a host, messages between hosts."""
 
     def __init__(self, place: RankPlace, messages: HostMessages, local: HostCollectives | None) -> None:
         self.rank, self.size = place.rank, place.size
@@ -269,12 +269,12 @@ class SeveralHosts:
         self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, self._local)
 
     def of_part(self, members: Sequence[int]) -> "SeveralHosts":
-        """Return the collectives of some members, including this one; each counts as a separate host."""
+        """Return collectives for only ``members``, with this rank; each member counts as a separate host."""
         rank = members.index(self._place.members[self._place.rank])
         return SeveralHosts(RankPlace(rank=rank, num_local=1, members=members), self._messages, None)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine all ranks' tensors in place, bitwise equal on all ranks; ``may_move`` is ignored."""
+        """Combine the tensors of all ranks in place, bitwise equal on all ranks; ``may_move`` is ignored."""
         del may_move
         with self._call():
             flat = tensor.contiguous().view(-1)
@@ -320,14 +320,14 @@ class SeveralHosts:
             output.copy_(self._reduction.reduce_scatter(shares, op))
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Receive into ``outputs[i]`` what rank *i* has in ``tensors`` for this rank; lengths may differ."""
+        """Send ``tensors[i]`` to rank *i*, for every rank, and receive into ``outputs[i]``; lengths may differ."""
         rank, members = self._place.rank, self._place.members
         with self._call():
             outputs[rank].copy_(tensors[rank])
             self._messages.swap(dict(zip(members, tensors, strict=True)), dict(zip(members, outputs, strict=True)))
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks of all hosts are in this call."""
         with self._call():
             if self._local is not None:
                 self._local.barrier(timeout_seconds)
@@ -336,19 +336,19 @@ class SeveralHosts:
                 self._local.barrier(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
-        """Set how long later calls wait for a lost or late rank."""
+        """Set how long later collectives wait for a lost or late rank before raising an error."""
         self._messages.timeout_seconds = timeout_seconds
         if self.local is not None:
             self.local.set_timeout(timeout_seconds)
 
     def close(self) -> None:
-        """Leave the group; the other ranks detect it."""
+        """Leave the group; the other ranks detect that this rank has left."""
         self._messages.close()
         if self.local is not None:
             self.local.close()
 
     def abort(self) -> None:
-        """End a call that runs in another thread, with an error."""
+        """End a collective that runs in another thread of this process, with an error in that thread."""
         self._messages.close()
         if self._local is not None:
             self._local.abort()

@@ -30,7 +30,7 @@ from popdist.ground.progress import progress_page
 LOOPBACK: Final = "127.0.0.1"
 
 BACKLOG: Final = 1024
-"""Number of instances that may connect at the same moment."""
+"""Number of instances that may connect to the store at the same moment."""
 
 _STEP: Final = "popdist/step"
 _ANSWER: Final = timedelta(seconds=5)
@@ -57,7 +57,7 @@ def own_address(contract: Contract) -> str | None:
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
-    """Return the store of a job of several instances. Raises BackendError if it cannot be served or reached."""
+    """Return the job's key-value store. Raises BackendError if the store cannot be served or reached."""
     contract, timeout = environment.contract, timedelta(seconds=timeout_seconds)
     address = contract.store
     try:
@@ -84,7 +84,7 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
 
 
 def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> TCPStore:
-    """Return a store at the address of the program's own ``env://`` store.
+    """Return popdist's store, at the address at which the program's own ``env://`` store listens or will listen.
 
     torch serves all stores of one process at one port by one server. If this store is the first store, the server
     listens only at the address of the job's network.
@@ -121,7 +121,7 @@ def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, ti
 
 
 def _passed_descriptor(contract: Contract) -> int | None:
-    """Return instance 0's inherited listening socket. Raises BackendError if a program has closed it."""
+    """Return instance 0's inherited socket that listens. Raises BackendError if a program has closed it."""
     if contract.instance_index != 0:
         return None
     descriptor = contract.store_descriptor
@@ -143,7 +143,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _address_by_name() -> str:
-    """Return this host's address for other hosts, or its name if the name means loopback here, as on Debian."""
+    """Return this host's address for other hosts; its name if the name means loopback here, as on Debian."""
     name = socket.gethostname()
     try:  # only the pod itself knows its name, but all pods know its address
         address = socket.gethostbyname(name)
@@ -153,7 +153,7 @@ def _address_by_name() -> str:
 
 
 def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
-    """Return the store at an address that instance 0 broadcasts over COMM_WORLD in a fixed number of bytes."""
+    """Return the job's store, whose address instance 0 broadcasts to all instances through MPI."""
     from mpi4py import MPI
 
     contract, world = environment.contract, MPI.COMM_WORLD
@@ -175,7 +175,7 @@ def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
 
 
 def _open_slurm_store(contract: Contract, node: str | None, timeout_seconds: float) -> TCPStore:
-    """Return the store of a Slurm step; ``node`` is the node of instance 0, None if all tasks are here."""
+    """Return the store of a Slurm step; ``node`` is the node of instance 0, None if all instances are here."""
     host = LOOPBACK if node is None else _address_of(node)
     if contract.instance_index == 0:
         return _serve(contract, host, timeout_seconds)
@@ -218,7 +218,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _address_of(node: str) -> str:
-    """Return an address of ``node``, from this host's resolver, otherwise from Slurm."""
+    """Return an address of the Slurm node ``node``, from this host's resolver, otherwise from Slurm."""
     for name in (node, *_addresses_in_slurm(node)):
         with suppress(OSError):
             return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])

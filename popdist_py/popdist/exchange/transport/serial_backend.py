@@ -1,4 +1,4 @@
-"""The backend of a single instance: of a job of one instance, or of a subset of one. Nothing is sent."""
+"""The backend of a single instance, which is alone in its job or in its subgroup. Nothing is sent."""
 
 from typing import TYPE_CHECKING, Self
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 class SerialHeaderExchange:
-    """An exchange of headers that is complete when it starts."""
+    """An exchange of headers that is complete when it starts, because there is no other instance."""
 
     def __init__(self, header: bytes) -> None:
         self._header = header
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return the only header at once; ``timeout_seconds`` is ignored."""
+        """Return this instance's header, which is the only header, at once; ``timeout_seconds`` is ignored."""
         del timeout_seconds
         return [self._header]
 
     def peek(self) -> list[bytes]:
-        """Return the only header."""
+        """Return this instance's header, which is the only header."""
         return [self._header]
 
 
 class SerialBackend:
-    """The backend of one instance: of a job of one instance, or of a subgroup of one."""
+    """The backend of a single instance, which is alone in its job or in its subgroup."""
 
     host_group = local_collectives = None
     """None, because there is no other instance to share memory with."""
@@ -42,18 +42,18 @@ class SerialBackend:
         self.device_kinds = device_kinds
 
     def channel(self, devices: "Collection[torch.device]") -> None:
-        """Return None, because there is no other instance to send to."""
+        """Return None, because there is no other instance to send tensors to."""
         del devices
 
     def start_exchange(self, header: bytes) -> SerialHeaderExchange:
-        """Return an exchange that is complete."""
+        """Return an exchange of headers that is complete, because there is no other instance."""
         return SerialHeaderExchange(header)
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
-        """Do nothing, because there is only one tensor."""
+        """Do nothing, because the tensor of the only instance is the result."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
-        """Return a copy of ``tensor`` with a first dimension of 1."""
+        """Return a copy of ``tensor`` with a first dimension of 1, the number of instances."""
         return tensor.clone().unsqueeze(0)
 
     def all_to_all(self, tensor: "Tensor") -> "Tensor":
@@ -69,7 +69,7 @@ class SerialBackend:
         return self
 
     def stop_threads(self) -> None:
-        """Do nothing, because there is no thread."""
+        """Do nothing, because this backend has no thread."""
 
     def close(self) -> None:
-        """Do nothing, because there is no connection."""
+        """Do nothing, because this backend has no connection."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class GlooHeaderExchange:
-    """An exchange of headers between instances over gloo."""
+    """An exchange of headers, the messages before a collective, between instances over gloo."""
 
     def __init__(self, connections: Connections, instances: tuple[int, ...], header: bytes) -> None:
         connections.check_open()
@@ -60,7 +60,7 @@ class GlooHeaderExchange:
                 self._failures[peer] = error
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return every member's header, in order; see `popdist.exchange.groups`."""
+        """Wait for the headers of all instances, and return the headers; see `popdist.exchange.groups`."""
         if timeout_seconds is None and self._thread is None:
             self._receive()
         else:
@@ -75,7 +75,7 @@ class GlooHeaderExchange:
         return self._headers()
 
     def peek(self) -> list[bytes] | None:
-        """Return every member's header if all have come, else None; see `popdist.exchange.groups`."""
+        """Return the headers of all instances if all have come, else None; see `popdist.exchange.groups`."""
         with suppress(BackendError):
             self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
@@ -86,7 +86,7 @@ class GlooHeaderExchange:
         return [received.get(instance, self._header) for instance in self._instances]
 
     def _receive(self) -> None:
-        """Wait for every member's header, until one is lost or late, which ends the exchange."""
+        """Wait for the headers of all instances; stop waiting if an instance was lost or is late."""
         deadline = time.monotonic() + self._connections.timeout_seconds
         while self._works and not self._failures:
             peer = next(iter(self._works))
@@ -99,7 +99,7 @@ class GlooHeaderExchange:
             del self._works[peer]
 
     def _blame(self) -> str:
-        """Return the reason of the failure, with all instances that were lost, or the instance that was late."""
+        """Return the error message of the failed exchange: all instances that were lost, or the late instance."""
         peer, error = next(iter(self._failures.items()))
         if "timed out" in str(error).lower():
             late = self._connections.names.of([peer])
@@ -109,7 +109,7 @@ class GlooHeaderExchange:
 
 
 class MemoryHeaderExchange:
-    """An exchange of headers between instances that share memory."""
+    """An exchange of headers, the messages before a collective, between instances that share memory."""
 
     __slots__ = ("_connections", "_instances", "_numbers", "_received", "_short_messages")
 
@@ -129,21 +129,21 @@ class MemoryHeaderExchange:
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return every member's header, in order; see `popdist.exchange.groups`."""
+        """Wait for the headers of all instances, and return the headers; see `popdist.exchange.groups`."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(limit):
             raise BackendError(f"{self._connections.names.of(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
-        """Return every member's header if all have come, else None; see `popdist.exchange.groups`."""
+        """Return the headers of all instances if all have come, else None; see `popdist.exchange.groups`."""
         with suppress(BackendError):
             if not self._receive(0.0):
                 return [self._received[instance] for instance in self._instances]
         return None
 
     def _receive(self, timeout_seconds: float) -> list[int]:
-        """Read the headers that come in time; return the instances that are late."""
+        """Receive the headers that come in time; return the instances whose headers are late."""
         late, deadline = [], time.monotonic() + timeout_seconds
         for instance, number in self._numbers.items():
             if instance not in self._received:
@@ -165,7 +165,7 @@ _SUBSET_MESSAGE: Final = struct.Struct("<16sq")
 
 
 class MemoryOfSubsets:
-    """The shared memory of subsets of the instances; a subset gets its memory when it first sends data."""
+    """The shared memory of subsets of a job's instances; each subset makes its memory when it first sends data."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -173,7 +173,7 @@ class MemoryOfSubsets:
         self._failures: dict[tuple[int, ...], str] = {}
 
     def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
-        """Return the collectives of ``instances``; all ask together. None on all if one cannot share memory."""
+        """Return the memory collectives of ``instances``, which all call this; None on all if impossible."""
         if instances in self._failures:
             raise BackendError(self._failures[instances])
         if instances not in self._made:
@@ -185,7 +185,7 @@ class MemoryOfSubsets:
         return self._made[instances]
 
     def close(self) -> None:
-        """Leave all subsets; the other instances detect it."""
+        """Leave the shared memory of all subsets; the other instances detect that this instance has left."""
         for made in self._made.values():
             if made is not None:
                 made.close()
@@ -203,7 +203,7 @@ class MemoryOfSubsets:
         return _collectives_of(part) if part is not None and have_all else None
 
     def _exchange(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
-        """Exchange a number with ``instances``, in a message whose beginning differs from every header."""
+        """Exchange ``number`` with ``instances``, in a message that differs from headers; return all numbers."""
         message = _SUBSET_MESSAGE.pack(_SUBSET_MARK, number).ljust(self._connections.header_bytes, b"\0")
         received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
         found = [_SUBSET_MESSAGE.unpack_from(theirs) for theirs in received]
@@ -219,7 +219,7 @@ def _page_of(group: HostGroup) -> Reservation | None:
 
 
 def _collectives_of(part: HostGroup) -> HostCollectives | None:
-    """Return the collectives of ``part``; None on all its instances if one has no room."""
+    """Return the collectives of the group ``part``; None on all its instances if an instance has no room."""
     try:
         return HostCollectives(part)
     except BackendError:
@@ -228,7 +228,7 @@ def _collectives_of(part: HostGroup) -> HostCollectives | None:
 
 
 class TorchBackend:
-    """A backend of two or more instances of a job, over the connections of the job."""
+    """The backend of two or more instances of a job, over the connections of the job."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class TorchBackend:
 
     @property
     def names(self) -> Names:
-        """The names of the instances in messages."""
+        """The names by which messages to the user call the instances."""
         return self._connections.names
 
     @property
@@ -255,17 +255,17 @@ class TorchBackend:
 
     @property
     def host_group(self) -> HostGroup | None:
-        """The group that shares this host's memory; None if this backend is of a part of the job."""
+        """The instances that share this host's memory, if they are the whole job; otherwise None."""
         is_used = self._is_whole_job and "cpu" in self.device_kinds
         return self._connections.host.group if is_used and self._connections.host is not None else None
 
     @property
     def local_collectives(self) -> HostCollectives | None:
-        """Collectives in the memory of this host, for a whole job of several hosts; otherwise None."""
+        """The collectives in the memory of this host, for a whole job on several hosts; otherwise None."""
         return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_kinds else None
 
     def _collectives(self) -> HostCollectives | SeveralHosts:
-        """Return the collectives for CPU tensors; a part of the job shares memory from its first call."""
+        """Return the collectives for CPU tensors; a part of a job makes its shared memory in the first call."""
         if self._is_whole_job:
             return self._connections.collectives
         shared = self._subsets.of(self.instances)
@@ -276,7 +276,7 @@ class TorchBackend:
         return self._by_messages
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """Return the channel for tensors on ``devices``, for the whole job; otherwise None."""
+        """Return the channel, a thread for collectives on ``devices``, for the whole job; None for a part."""
         kinds = {"cpu" if device.type == "cpu" else "accelerator" for device in devices}
         is_possible = self._is_whole_job and self.device_kinds >= kinds
         return self._connections.channel(devices) if is_possible else None
@@ -286,14 +286,14 @@ class TorchBackend:
         return self._connections.direct(tensor.device) if self._is_whole_job else None
 
     def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
-        """Start sending ``header`` to every other member."""
+        """Start sending ``header`` to all other instances; return the exchange of all headers."""
         short_messages = self._connections.short_messages
         if short_messages is not None:
             return MemoryHeaderExchange(self._connections, short_messages, self.instances, header)
         return GlooHeaderExchange(self._connections, self.instances, header)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """Combine the flat tensors of all members, in place."""
+        """Combine the flat tensors of all instances by ``op``, in place."""
         if tensor.is_cpu:
             with as_backend_error(_NO_DATA):
                 self._collectives().all_reduce(tensor, op)
@@ -306,7 +306,7 @@ class TorchBackend:
             TwoLevelReduction(WaitingPeers(self), nodes, len(nodes)).all_reduce([tensor], op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return every member's ``tensor``, stacked."""
+        """Return the ``tensor`` of every instance, stacked in instance order."""
         gathered = tensor.new_empty((len(self.instances), *tensor.shape))
         if not tensor.numel():
             return gathered
@@ -321,7 +321,7 @@ class TorchBackend:
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send row *j* of ``tensor`` to the *j*-th member; return the rows received, row *i* from the *i*-th."""
+        """Send row *j* of ``tensor`` to the *j*-th instance; return the received rows, row *i* from the *i*-th."""
         received = torch.empty_like(tensor)
         if tensor.is_cpu:
             with as_backend_error(_NO_DATA):
@@ -334,7 +334,7 @@ class TorchBackend:
         return received
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite ``tensor`` with the root's tensor."""
+        """Overwrite ``tensor`` on every instance with the tensor of instance ``root``."""
         if not tensor.numel():
             return
         if not tensor.is_cpu and (direct := self._direct(tensor)) is None:
@@ -349,16 +349,16 @@ class TorchBackend:
                 direct.broadcast(as_bytes(tensor), root).wait()
 
     def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
-        """Return a backend with the same connections for ``instances`` only."""
+        """Return a backend for ``instances`` only, over the same connections."""
         if len(instances) == 1:
             return SerialBackend(self.instance_index, self.names, device_kinds=self.device_kinds)
         return TorchBackend(self._connections, instances, self.device_kinds, self._subsets)
 
     def stop_threads(self) -> None:
-        """End the threads of this process; header connections stay open, so other instances see nothing yet."""
+        """End the threads of this process; connections for headers stay open, so other instances see nothing."""
         self._connections.stop_threads()
 
     def close(self) -> None:
-        """Close the connections of the job."""
+        """Close the connections of the whole job, and leave the memory of all subsets."""
         self._subsets.close()
         self._connections.close()

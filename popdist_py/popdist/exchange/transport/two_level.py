@@ -1,8 +1,8 @@
-"""The reduction between hosts: first in the memory of each host, then between the members with the same place.
+"""The reduction over several hosts: first in the memory of each host, then between members of different hosts.
 
-The members are the instances of a job or the ranks of a group of torch's; those with the same place on their hosts
-are *peers*. Each adds a part of its host's share and sends its peers the result: twice its share of one row, as in
-a ring. An element is added in the order of the tree alone, so its bits depend on no host, row or chunk.
+The *members* are the instances of a job or the ranks of a torch group; members with the same index on different
+hosts are *peers*. Each member adds a part of its host's share, and sends the result to its peers, as in a ring.
+The tree alone gives the order of additions, so a sum's bits do not depend on hosts, rows or chunks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,67 +26,67 @@ from popdist.exchange.transport.channel import Channel, FollowUp
 from popdist.ground.tree import Node
 
 CHUNK_SIZE: Final = 1 << 20
-"""Numbers that travel together, up to twice as many where the last would be few.
+"""Number of elements of a chunk, the part of a tensor that is sent at once; some chunks have up to twice as many.
 
-It bounds the memory for what arrives; while a chunk travels, the next one is added in the memory of the host.
+Chunks bound the memory for received tensors. While a chunk is sent, the next chunk is added in the host's memory.
 """
 
 FEW: Final = 1 << 13
-"""Numbers that every peer gets from all hosts at once: one round of messages costs more than they do."""
+"""Largest number of elements that every peer gets from all hosts at once, in one round of messages, not two."""
 
 Arrival = Callable[[], Tensor]
-"""Waits for what is on its way: a row from each peer. Raises BackendError if one was lost or is late."""
+"""A function that waits for a row from each peer, and returns all rows. Raises BackendError if one is late."""
 
 
 class Peers(Protocol):
-    """A member's peers, itself among them, which all send each other contiguous tensors by the same calls."""
+    """The peers of a member: members with the same index on all hosts, which make the same calls together."""
 
     def all_gather(self, tensor: Tensor) -> Arrival:
-        """Send ``tensor`` to all peers; what arrives is every peer's."""
+        """Start sending ``tensor`` to all peers; return a function that waits for the tensors of all peers."""
 
     def all_to_all(self, rows: Tensor) -> Arrival:
-        """Send each peer its row of ``rows``; what arrives is what each has in its rows for this one."""
+        """Start sending each peer its row of ``rows``; return a function that waits for the peers' rows."""
 
 
 class Transport(Protocol):
-    """A set of instances that send each other tensors and wait for them, such as a backend."""
+    """A set of instances, such as a backend, whose collectives return when all tensors have arrived."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every instance's ``tensor``, stacked."""
+        """Return the ``tensor`` of every instance, stacked in instance order."""
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Row *j* goes to the *j*-th instance; row *i* of the result came from the *i*-th."""
+        """Send row *j* of ``tensor`` to the *j*-th instance; return the received rows, row *i* from the *i*-th."""
 
 
 class WaitingPeers:
-    """The instances of a transport as peers, whose calls return when everything has arrived."""
+    """The instances of ``transport`` as peers; every call returns when all tensors have arrived."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def all_gather(self, tensor: Tensor) -> Arrival:
-        """Every peer's ``tensor``."""
+        """Gather ``tensor`` from all peers, and wait; return a function that returns the gathered tensors."""
         received = self._transport.all_gather(tensor)
         return lambda: received
 
     def all_to_all(self, rows: Tensor) -> Arrival:
-        """The row that each peer has for this one."""
+        """Send each peer its row of ``rows``, and wait; return a function that returns the received rows."""
         received = self._transport.all_to_all(rows)
         return lambda: received
 
 
 class TwoLevelReduction:
-    """Reductions over all members; every member makes the same calls in the same order.
+    """Reductions over the members on several hosts; every member makes the same calls in the same order.
 
     Attributes:
-        places: For each node the peer that brings it, and which of the peer's rows it is.
-        pairs: The additions of the tree, each as the places of two nodes.
+        places: For each node of the tree, the peer that sends the node, and the node's index in the peer's rows.
+        pairs: The additions of the tree, each as two indices into ``places``.
     """
 
     def __init__(
         self,
         peers: Peers,
-        nodes: Sequence[Sequence[Node]],  # for each peer, in their order: those that its host brings
+        nodes: Sequence[Sequence[Node]],  # for each peer, in order: the nodes that its host sends
         num_items: int,  # of the whole tree
         local_collectives: HostCollectives | None = None,
     ) -> None:
@@ -102,7 +102,7 @@ class TwoLevelReduction:
         self.pairs = node_additions([node for owned in nodes for node in owned], num_items)
 
     def all_reduce(self, rows: Sequence[Tensor], op: Op = "sum", into: Tensor | None = None) -> None:
-        """Combine flat rows of all members, one for each node and used up, into ``into`` or the first."""
+        """Combine all members' ``rows``, one for each node, into ``into`` or the first row; overwrite ``rows``."""
         out = rows[0] if into is None else into
         length = len(out)
         width = -(-length // (max(1, length // CHUNK_SIZE) * self._size)) * self._size
@@ -113,20 +113,20 @@ class TwoLevelReduction:
         )
 
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
-        """Zeros for :meth:`reduce_scatter`: by receiver's place on its host, host, sender's node, number."""
+        """Return zeros for :meth:`reduce_scatter`: receiver's index on its host, host, sender's node, element."""
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
     def share_of(self, shares: Tensor, member: int) -> Tensor:
-        """The rows of ``shares`` that are for a member, counted over all hosts."""
+        """Return the rows of ``shares`` for the member with the number ``member``, counted over all hosts."""
         return shares[member % self._num_local, member // self._num_local]
 
     def reduce_scatter(self, shares: Tensor, op: Op = "sum") -> Tensor:
-        """The combination of all members' ``shares`` for this one, which :meth:`empty_shares` made."""
+        """Return the combination of the parts of all members' ``shares`` that are for this member."""
         return self._divided(self._start_scatter(shares, _step(op))(), op)
 
     def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[bool]:
-        """Reduce a chunk into ``out``; pauses while something travels."""
+        """Reduce a chunk of ``rows`` into ``out``; yield True when data was sent, so that other work can run."""
         wide = [row.float() if is_widened(op, row.dtype) else row for row in rows]
         step, length = _step(op), len(out)
         if length <= FEW:
@@ -150,7 +150,7 @@ class TwoLevelReduction:
             out.copy_(total)
 
     def _spread(self, rows: Sequence[Tensor], num_local: int, num_hosts: int) -> Tensor:
-        """The rows of this member, cut into as many shares; in their own memory where they fit."""
+        """Return ``rows`` cut into shares for the members, padded with zeros; without a copy if possible."""
         length = len(rows[0])
         width = -(-length // (num_local * num_hosts))
         shape = (num_local, num_hosts, self._num_rows, width)
@@ -164,7 +164,7 @@ class TwoLevelReduction:
         return shares
 
     def _start_scatter(self, shares: Tensor, step: Op) -> Arrival:
-        """Combine the shares of this host's members in its memory, and send the peers theirs."""
+        """Combine shares in the host's memory; start sending each peer its share; return a function that waits."""
         mine = shares[self._local]
         if self._local_collectives is not None:
             mine = torch.empty_like(mine)
@@ -173,7 +173,7 @@ class TwoLevelReduction:
         return lambda: self._combine(arrival(), step)
 
     def _combine(self, received: Tensor, step: Op) -> Tensor:
-        """The peers' rows in the order of the tree, in their memory."""
+        """Return the combination of the peers' rows ``received``, in tree order, in the rows' memory."""
         rows = [received[place] for place in self.places]
         total: Tensor = combine_in_place(combiner(step, received.dtype), rows, self.pairs)
         return total
@@ -183,18 +183,18 @@ class TwoLevelReduction:
 
 
 def _parts(shares: Tensor) -> Sequence[Tensor]:
-    """The shares for each member of the host, as flat tensors."""
+    """Return the part of ``shares`` for each member of the host, as flat tensors."""
     return shares.view(len(shares), -1).unbind()
 
 
 def _step(op: Op) -> Op:
-    """The operation on two partial results: a mean is a sum that is divided once, at the end."""
+    """Return the operation on two partial results: for a mean a sum, which is divided once, at the end."""
     return "sum" if op == "mean" else op
 
 
 def in_turns(works: Iterable[Iterator[bool]]) -> None:
-    """Do works that yield True whenever they have sent something: others go on while it travels."""
-    begun: list[Iterator[bool]] = []  # every member takes the same turns, so what they send is not mixed up
+    """Run generators in turns: a generator yields True when data was sent, so that others run until it arrives."""
+    begun: list[Iterator[bool]] = []  # every member takes the same turns, so that messages do not mix
     for work in works:
         begun = [other for other in (work, *begun) if next(other, False)]
     while begun:
@@ -208,20 +208,20 @@ _PAIR: Final = 2
 
 
 class BucketAllReduce:
-    """The sum of one flat buffer, made while the program computes; all instances call it in the same order.
+    """The sum of one flat buffer of gradients over all instances, made by a channel while the program computes.
 
-    On CPUs it is made of messages, whose receives are posted before they are sent; with ``local_collectives`` each
-    host adds in its memory first. On GPUs it is one collective after the other.
+    All instances make the same sums in the same order. On CPUs a sum consists of messages; receives are first.
+    With ``local_collectives`` each host first adds in its memory. On accelerators a sum is a collective.
     """
 
-    # Nobody waits in a circle: all begin their sums in one order, the channel's thread waits for its own host
-    # before others, and for results only when it has added all that was sent. So who waits for a sum waits for
-    # somebody who waits for an earlier one, or for nobody.
+    # There is no deadlock: all instances begin their sums in the same order. The channel's thread waits for its
+    # own host before other hosts, and for results only after adding all that was sent. So a thread that waits for
+    # a sum waits for a thread that waits for an earlier sum or does not wait.
 
     def __init__(
         self,
         channel: Channel,
-        nodes: Sequence[Sequence[Node]],  # those of each instance, or of each host together
+        nodes: Sequence[Sequence[Node]],  # the nodes of each instance, or of each host together
         num_items: int,
         into: Tensor,  # a multiple of the host's instances long
         local_collectives: HostCollectives | None = None,  # of the program's thread
@@ -234,7 +234,7 @@ class BucketAllReduce:
         instances = range(rank, size * len(nodes), size)
         self._own = instances.index(channel.instance_index)
         self._others = [(place, other) for place, other in enumerate(instances) if place != self._own]
-        # Short buffers, and those of two instances, are sent whole: one round of messages in place of two.
+        # Short buffers, and buffers of two instances, are sent whole: one round of messages in place of two.
         self._is_whole = len(self._into) <= FEW or sum(map(len, nodes)) == _PAIR
         width = -(-len(self._into) // len(nodes))
         self._runs = [
@@ -250,10 +250,10 @@ class BucketAllReduce:
         self._rest: list[dist.Work] = []
 
     def post_receives(self) -> None:
-        """Post receives for what will come, if it goes by messages: all have agreed to send."""
+        """Post receives for the other instances' messages; all instances have agreed to send. CPU tensors only."""
         if not self._into.is_cpu:
             return
-        # gloo sends nothing before, and the request of a late receive would wait behind other data.
+        # gloo sends nothing before a receive is posted, and a late receive's request would wait behind other data.
         with self._channel.posting():
             for place, other in self._others:
                 for row in [row for (owner, _), row in self._received.items() if owner == place]:
@@ -262,7 +262,7 @@ class BucketAllReduce:
                     self._rest += self._channel.receive(self._into[self._runs[place]], other, _RESULT_TAG)
 
     def send(self, own: Sequence[Tensor]) -> None:
-        """Add ``own``, a buffer for each node of this instance, to those of the others; does not wait."""
+        """Add ``own``, a buffer for each tree node of this instance, to the others' buffers. Does not wait."""
         if not self._into.is_cpu:
             op = sum_of(self._into.dtype)
             self._channel.issue(lambda: self._reduction.all_reduce(own, op, self._into), [*own, self._into])
@@ -274,7 +274,7 @@ class BucketAllReduce:
             self._channel.issue(lambda: self._combine(own), [*own, self._into])
 
     def _add_here(self, own: Tensor) -> FollowUp | None:
-        """Add the part of this instance in the memory of the host, and send it; in the channel's thread."""
+        """Add this instance's share in the host's memory, and send it to the peers; in the channel's thread."""
         local = self._channel.local_collectives
         if local is None:
             return None
@@ -283,19 +283,19 @@ class BucketAllReduce:
         return partial(self._combine, self._mine)
 
     def _post(self, own: Sequence[Tensor]) -> None:
-        """Begin to send ``own``."""
+        """Start to send each peer its part of the buffers ``own``."""
         for place, other in self._others:
             for row in own:
                 self._rest += self._channel.send(row[self._runs[place]], other, _SHARE_TAG)
 
     def _combine(self, own: Sequence[Tensor]) -> None:
-        """Add what has arrived, and send the result on; in the channel's thread."""
+        """Add the received buffers in tree order, and send the result to the peers; in the channel's thread."""
         _wait(self._arrivals)
         run = self._runs[self._own]
         total, places = self._into[run], self._reduction.places
         values = [own[row][run] if it == self._own else self._received[it, row] for it, row in places]
         kept = {place for place, (it, _) in enumerate(places) if it == self._own}
-        for left, right in self._reduction.pairs:  # two of one instance's own are never a pair: they are one node
+        for left, right in self._reduction.pairs:  # two nodes of one instance are never a pair, but one node
             target = values[right] if left in kept else values[left]
             values[left] = torch.add(values[left], values[right], out=target)
             kept.discard(left)
@@ -305,18 +305,18 @@ class BucketAllReduce:
             self._rest += self._channel.send(total, other, _RESULT_TAG)
 
     def start_waiting(self) -> None:
-        """Have the channel's thread wait for the end of the sum; called when the last one was sent."""
+        """Make the channel's thread wait until this sum's messages are sent; called after the last sum began."""
         if self._into.is_cpu:
             self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 
     def finish(self) -> None:
-        """Have the instances of a host give each other their parts, when all threads are done."""
+        """Gather the parts of the sum from the instances of this host, when all threads are done."""
         if self._local_collectives is not None:
             self._local_collectives.all_gather(self._parts, self._into)
 
 
 def _wait(works: list[dist.Work]) -> None:
-    """Wait for all of ``works`` and forget them."""
+    """Wait for all of ``works``, and clear the list."""
     for work in works:
         work.wait()
     works.clear()
