@@ -1,1 +1,1 @@
-"""The lowest folder of popdist, which all others use: contract, tree of additions, torch's private names."""
+"""The lowest folder of popdist, which all other folders use: contract, tree of sums, torch's private names."""

@@ -32,10 +32,10 @@ REQUIRED: Final = (
     REPLICA_OFFSET,
     LOCAL_INSTANCE_INDEX,
 )
-"""The variables of poprun's contract; an environment must set all, none, or only the ones in ``SHAPE``."""
+"""The variables that poprun sets; an environment must set all, none, or only the variables in ``SHAPE``."""
 
 SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
-"""Variables with equal values in all instances; if only these are set, another launcher sets the ranks."""
+"""The variables with equal values in all instances; if only these are set, another launcher sets the ranks."""
 
 INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
 INDEX_IN_REPLICA: Final = "POPDIST_INSTANCE_INDEX_IN_REPLICA"
@@ -86,7 +86,7 @@ _NODE_COUNT: Final = r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?"
 
 
 def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: int | None = None) -> int:
-    """Return the integer in variable ``name``; ``default`` if unset. Raises ContractError if not an integer."""
+    """Return the integer in the variable ``name``; ``default`` if unset. Raises ContractError if invalid."""
     text = env.get(name)
     if text is None:
         if default is None:
@@ -98,7 +98,7 @@ def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: 
 
 
 def read_share_tensors(env: Mapping[str, str]) -> bool | None:
-    """Return whether tensors may move into shared memory; None: only those of DistributedDataParallel may."""
+    """Return whether tensors may move into shared memory; None if only DistributedDataParallel's tensors may."""
     text = env.get(SHARE_TENSORS, "").strip()
     if text not in {"", "0", "1"}:
         raise ContractError(
@@ -161,7 +161,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """The job and the place of one instance in the job, as the launcher tells them to the instance."""
+    """The description of a job, and of one instance's place in the job, that a launcher gives to the instance."""
 
     num_instances: int = 1  # processes in the job
     instance_index: int = 0  # this process, 0 to ``num_instances - 1``; torch's rank
@@ -174,7 +174,7 @@ class Contract:
     mapping_path: str | None = None  # the file of `poprun-size` that defines the job's mapping, or None
     ipus_per_replica: int = 1  # virtual IPUs that one replica uses. At least 1
     devices: tuple[int, ...] = ()
-    """Numbers of this instance's devices among the devices that it can see; empty on the CPU."""
+    """Numbers of this instance's devices among the devices that this instance can see; empty on the CPU."""
     device_type: str = ""  # torch's type of the devices, such as ``cuda`` or ``xpu``; empty if unknown
     shares_device: bool = False
     """Whether instances of the job share a device or have slices of one device, which NCCL refuses to connect."""
@@ -204,7 +204,7 @@ class Contract:
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
     def to_env(self) -> dict[str, str]:
-        """Return the contract as environment variables of a program. Inverse of :meth:`from_env`."""
+        """Return the contract as environment variables for a program. Inverse of :meth:`from_env`."""
         local = self.layout.num_local_replicas
         env = {
             NUM_REPLICAS: str(self.num_replicas),
@@ -245,7 +245,7 @@ class Contract:
         return env | {name: str(value) for name, value in optional.items() if value is not None}
 
     def _parallelism_to_env(self) -> dict[str, str]:
-        """Return the variables for replicas that instances share; empty if each instance holds whole replicas."""
+        """Return the environment variables for shared replicas; empty if each instance holds whole replicas."""
         if not self.parallelism.is_shared:
             return {}
         return {
@@ -255,13 +255,13 @@ class Contract:
         }
 
     def shape_to_env(self) -> dict[str, str]:
-        """Return the variables that are equal in all instances, for a job whose ranks another launcher sets."""
+        """Return the environment variables equal in all instances, for a job whose ranks another launcher sets."""
         env = self.to_env()
         names = (*SHAPE, *self._parallelism_to_env(), NUM_THREADS, DETERMINISTIC, MAPPING)
         return {name: env[name] for name in names if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
-        """Return this job, which another launcher describes, with the number of replicas that ``env`` asks for."""
+        """Return this job, which another launcher describes, with the replicas that poprun's variables set."""
         if NUM_REPLICAS not in env:
             return self
         num_replicas, parallelism = read_count(env, NUM_REPLICAS), read_parallelism(env)
@@ -286,7 +286,7 @@ class Contract:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self | None:
-        """Return the contract in ``env``; None if no variable in ``REQUIRED``, or only ``SHAPE``, is set."""
+        """Return the contract in ``env``; None if none of poprun's variables, or only ``SHAPE``, is set."""
         missing = [name for name in REQUIRED if name not in env]
         if len(missing) == len(REQUIRED) or {*REQUIRED} - {*missing} == {*SHAPE}:
             return None
@@ -339,7 +339,7 @@ class Contract:
 
 
 def read_parallelism(env: Mapping[str, str]) -> Parallelism:
-    """Return how instances share a replica; raises ContractError if numbers in ``env`` contradict each other."""
+    """Return how instances share a replica. Raises ContractError if numbers in ``env`` contradict each other."""
     try:
         return Parallelism(
             instances_per_replica=read_count(env, INSTANCES_PER_REPLICA, default=1),

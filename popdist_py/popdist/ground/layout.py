@@ -1,4 +1,4 @@
-"""Which replicas each instance owns, and which samples each replica gets. Pure arithmetic.
+"""The assignment of replicas to instances, and of samples to replicas. Pure arithmetic.
 
 An instance owns consecutive replicas, and a host has consecutive instances. Samples are dealt in consecutive
 parts, as by ``torch.tensor_split``. So the samples of a step can be dealt to all replicas at once, or first to the
@@ -33,7 +33,7 @@ class ReplicaLayout:
         return self.num_replicas // self.num_instances
 
     def replicas_of(self, instance: int) -> range:
-        """Return the global indices of the replicas that ``instance`` owns, ascending."""
+        """Return the job-wide numbers of the replicas that ``instance`` owns, ascending."""
         if not 0 <= instance < self.num_instances:
             raise ValueError(f"instance {instance} is not one of 0 to {self.num_instances - 1}")
         first = instance * self.num_local_replicas
@@ -42,7 +42,7 @@ class ReplicaLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How the instances of one replica share its model: ``pipeline`` stages, each with ``tensor`` shards.
+    """The division of one replica's model over its instances: ``pipeline`` stages, each with ``tensor`` shards.
 
     The instances of a replica have consecutive indices, and so have the instances of a stage.
 
@@ -53,7 +53,7 @@ class Parallelism:
     instances_per_replica: int = 1  # 1: each instance holds one or several whole replicas
     tensor: int = 1  # instances that share each layer
     pipeline: int = 1  # stages that share the layers
-    """``tensor`` and ``pipeline`` are both 1 if the program makes a mesh of its own."""
+    """``tensor`` and ``pipeline`` are both 1 if the program makes its own device mesh."""
 
     def __post_init__(self) -> None:
         if min(self.instances_per_replica, self.tensor, self.pipeline) < 1:
@@ -66,16 +66,16 @@ class Parallelism:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a replica has several instances."""
+        """Whether several instances share one replica."""
         return self.instances_per_replica > 1
 
     @property
     def has_mesh(self) -> bool:
-        """Whether the numbers of stages and shards are known."""
+        """Whether the numbers of pipeline stages and tensor shards are known."""
         return self.tensor * self.pipeline == self.instances_per_replica
 
     def part_of(self, instance: int) -> "ReplicaPart":
-        """Return the part of a replica that ``instance`` of the job holds."""
+        """Return the part of a replica, with its stage and shard, that ``instance`` of the job holds."""
         replica, index = divmod(instance, self.instances_per_replica)
         stage, shard = divmod(index, self.tensor)
         return ReplicaPart(replica=replica, index=index, stage=stage, shard=shard)
@@ -96,7 +96,7 @@ class Parallelism:
         return {"replica": part.replica, "stage": part.stage, "shard": part.shard}
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return in words what ``instances`` have in common: ``replica 0, stage 1, shard 0`` for one instance."""
+        """Return in words the parts that all ``instances`` share: for one, ``replica 0, stage 1, shard 0``."""
         first, *others = map(self.place_of, instances)
         common = [word for word in first.items() if all(word in place.items() for place in others)]
         return ", ".join(f"{name} {number}" for name, number in common)
@@ -104,7 +104,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPart:
-    """The part of a replica that one instance holds; only ``index`` is valid if the program makes the mesh."""
+    """The part of a replica that one instance holds; stage and shard are invalid if the program makes the mesh."""
 
     replica: int
     index: int  # index of this instance among the instances of the replica
@@ -113,18 +113,18 @@ class ReplicaPart:
 
 
 def part(row: range, index: int, num_parts: int) -> range:
-    """Return part ``index`` of ``row`` dealt to ``num_parts``; empty for the last parts if ``row`` is short."""
+    """Return part ``index`` of the range ``row``, cut into ``num_parts``; last parts of a short row are empty."""
     return parts(row, range(index, index + 1), num_parts)
 
 
 def parts(row: range, indices: range, num_parts: int) -> range:
-    """Return the consecutive parts ``indices`` of ``row`` dealt to ``num_parts``, joined to one range."""
+    """Return the parts ``indices`` of the range ``row``, cut into ``num_parts``, joined to one range."""
     return row[_start(len(row), indices.start, num_parts) : _start(len(row), indices.stop, num_parts)]
 
 
 @lru_cache(maxsize=64)
 def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> tuple[range, ...]:
-    """Return the samples of each micro batch, replica by replica; with few samples the last are empty."""
+    """Return the range of samples of each micro batch, replica by replica; some may be empty."""
     samples = range(num_samples)
     shares = [part(samples, replica, num_replicas) for replica in range(num_replicas)]
     return tuple(part(share, index, accumulation) for share in shares for index in range(accumulation))

@@ -1,4 +1,4 @@
-"""The parts of DTensors that this instance holds, which popdist treats like plain tensors; forms of tensors."""
+"""The local parts of DTensors, which popdist treats like plain tensors; dtype, shape and strides of tensors."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ def is_distributed(tensor: object) -> bool:
 
 
 def is_fully_sharded(module: object) -> bool:
-    """Whether ``fully_shard`` was called on ``module``."""
+    """Whether torch's ``fully_shard`` was called on ``module``."""
     loaded = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FSDPModule)
 
@@ -78,7 +78,7 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Return the form of ``tensor`` without gaps between elements; a DTensor's form is contiguous."""
+        """Return dtype, shape and gap-free strides of ``tensor``; the strides of a DTensor are contiguous."""
         dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if not is_distributed(tensor):
             ordered = torch.empty_like(tensor, device="meta", requires_grad=False)
@@ -88,7 +88,7 @@ class TensorForm:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the form that :meth:`to_json` has written as ``value``."""
+        """Return the form (dtype, shape, strides) that :meth:`to_json` has written as ``value``."""
         name, shape, stride = value
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
@@ -101,11 +101,11 @@ class TensorForm:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that the elements occupy."""
+        """Number of bytes that the elements of a tensor of this form occupy."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """Return an uninitialized CPU tensor of this form."""
+        """Return an uninitialized CPU tensor of this form: with this dtype, shape and strides."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
     def view(self, memory: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The progress of a program, on a page of memory that its agent can read at any time.
+"""The progress of a program, on a page of memory that poprun's agent can read at any time.
 
 The page is a file in memory (memfd_create(2)). poprun's agent makes the file, and the program inherits the file's
 descriptor. Writing needs no system call, and the page of a program that hangs still says what the program does.
@@ -21,7 +21,7 @@ from popdist.ground.contract import PROGRESS_DESCRIPTOR
 from popdist.startup import phase_sampler, stack_signal
 
 PAGE_BYTES: Final = 4096
-"""Number of bytes of the page; the text about threads begins behind the page."""
+"""Number of bytes of the progress page; the text about threads begins behind the page."""
 
 USED_BYTES: Final = 272
 """Number of bytes of the page that describe progress; counters, places and stamps follow."""
@@ -38,7 +38,7 @@ _STAMPS_AT: Final = phase_sampler.ENDS_AT + _ENDS.size
 _NUM_STAMPS: Final = (PAGE_BYTES - _STAMPS_AT) // _STAMP.size
 
 MAX_NAME_BYTES: Final = 96
-"""Maximum length of a collective's name; a longer name is shortened."""
+"""Maximum number of bytes of a collective's name on the page; a longer name is shortened."""
 
 MAX_MEMBER_RUNS: Final = 12
 """Maximum number of ranges of consecutive instances on the page; a group of more ranges means all instances."""
@@ -51,10 +51,10 @@ FINALIZE: Final = "MPI_Finalize"
 
 ANNOUNCEMENT_AT: Final = 8
 ANNOUNCEMENT_FORMAT: Final = "=qi"
-"""Place and `struct` format of the process id and of the signal at which the process writes its stacks."""
+"""Offset and `struct` format of the process id and of the signal at which the process writes its stacks."""
 
 RECORDER_AT: Final = stack_signal.RECORDER_AT
-"""Place, with the format ``=i``, of the descriptor that connects to torch's recorder of collectives."""
+"""Offset, with the format ``=i``, of the descriptor that connects to torch's recorder of collectives."""
 
 _COUNT: Final = struct.Struct("=Q")
 _VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}4?QqdQd{MAX_NAME_BYTES}s")
@@ -65,14 +65,14 @@ _BY_HOOK: Final = struct.Struct("=i?")
 _HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
 _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
 _NAME_AT: Final = 64
-"""Places of single values: names that end with ``_AT`` count bytes, the names before count words of 8 bytes."""
+"""Offsets of single values on the page: in bytes for names that end with ``_AT``, else in words of 8 bytes."""
 
 LARGEST_STEP: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress that a program has written on its page."""
+    """The progress that a program has written on its page of memory for poprun's agent."""
 
     pid: int = 0  # the process that writes; 0 if no process has written yet
     stack_signal: int = 0  # the signal at which the process writes its stacks behind the page; 0 if there is none
@@ -124,7 +124,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseCounters:
-    """The time of a program by phase, as its sampler has measured it; totals, in seconds."""
+    """The seconds that a program has spent in each phase so far, as the sampler in the program has measured."""
 
     seconds: Mapping[str, float]  # for each phase in `popdist.startup.phase_sampler.PHASES`
     idle_backward_seconds: float  # time of the backward pass in which the main thread used no processor
@@ -139,7 +139,7 @@ class PhaseCounters:
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """Return the counters on ``page``; None if no sampler has written."""
+        """Return the sampler's counters on the progress page ``page``; None if no sampler has written."""
         if len(page) < COUNTED_BYTES:
             return None
         num_steps, *seconds, idle, disk, workers, messages, long_forward, gc, began = _COUNTERS.unpack_from(
@@ -164,7 +164,7 @@ class PhaseCounters:
 
 
 def read_places(page: bytes) -> dict[str, str]:
-    """Return the line of the program's code seen most often in each phase, as ``file:line``."""
+    """Return for each phase the line of code (``file:line``) that the sampler has seen most often."""
     size = phase_sampler.PLACE_BYTES
     fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, phase_sampler.ENDS_AT, size)]
     texts = (field.rstrip(b"\0").decode(errors="replace") for field in fields)
@@ -186,19 +186,19 @@ def read_stamps(page: bytes) -> dict[str, dict[int, float]]:
 
 
 class ProgressPage:
-    """The page on which this process writes its progress; before ``open()``, memory that nobody else reads."""
+    """The page of memory on which this process writes its progress; before ``open()``, nobody else reads it."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self.is_watched = False  # whether an agent reads the page
         self._use(memoryview(bytearray(PAGE_BYTES)) if memory is None else memory)
 
     def close(self) -> None:
-        """Stop writing to the page."""
+        """Stop writing to the page that poprun's agent reads."""
         self.is_watched = False
         self._use(memoryview(bytearray(PAGE_BYTES)))
 
     def open(self, descriptor: int) -> None:
-        """Write from now on to the page of the file ``descriptor``; do nothing if the file is no progress page."""
+        """Write progress from now on to the memory file ``descriptor``; do nothing if it is no progress page."""
         if not stack_signal.is_page(descriptor):
             return
         try:
@@ -217,7 +217,7 @@ class ProgressPage:
         os.register_at_fork(after_in_child=self.close)
 
     def _use(self, memory: memoryview) -> None:
-        """Write from now on to ``memory``, whose address must be a multiple of 8."""
+        """Write progress from now on to ``memory``, whose address must be a multiple of 8."""
         self._whole = memory
         self._num_stamps = 0
         self._groups: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -227,11 +227,11 @@ class ProgressPage:
         self._collective = ""
 
     def read(self) -> Progress:
-        """Return the progress on the page; only the writer may call this, so that no change is unfinished."""
+        """Return the progress on the page; only the process that writes may call this: no change is unfinished."""
         return Progress.read(bytes(self._memory)) or Progress()
 
     def write(self, progress: Progress) -> None:
-        """Make ``progress`` the content of the page."""
+        """Write ``progress`` on the page, in place of the page's whole content."""
         self._words[_BEGUN] += 1
         _VALUES.pack_into(
             self._memory,
@@ -255,7 +255,7 @@ class ProgressPage:
         self._words[0] = self._words[_BEGUN]
 
     def join(self) -> None:
-        """Record that the program has asked which job it is in."""
+        """Record on the page that the program has asked in which job it is."""
         self._memory[_HAS_JOINED_AT] = 1
 
     def report(self, step: int | None, loss: float | None) -> None:
@@ -268,7 +268,7 @@ class ProgressPage:
             self._memory[_HAS_LOSS_AT] = 1
 
     def count_step(self) -> None:
-        """Record that the gradients of one more step have been reduced."""
+        """Record on the page that the gradients of one more step have been reduced."""
         self._words[_NUM_STEPS] += 1
 
     def wait(self, collective: str, members: Sequence[int] = ()) -> None:
@@ -286,7 +286,7 @@ class ProgressPage:
         self._stamp(tuple(members))
 
     def _stamp(self, members: tuple[int, ...]) -> None:
-        """Record when the program called a collective of ``members``; overwrite the oldest such time."""
+        """Record when the program called a collective of ``members``, in place of the oldest recorded time."""
         group, number = self._groups.get(members) or (crc32(repr(members).encode()), 0)
         self._groups[members] = group, number + 1
         at = _STAMPS_AT + self._num_stamps % _NUM_STAMPS * _STAMP.size
@@ -303,17 +303,17 @@ class ProgressPage:
         self._floats[_WAITING_SINCE] = time.monotonic()
 
     def end_wait(self) -> None:
-        """Record that the program no longer waits."""
+        """Record on the page that the program no longer waits for other instances."""
         self._floats[_WAITING_SINCE] = 0.0
 
 
 def _one_nan(loss: float) -> float:
-    """Return the same NaN object for every NaN, so that two pages with a NaN compare equal; else ``loss``."""
+    """Return ``loss``; for each NaN return the same NaN object, so that pages with a NaN compare equal."""
     return math.nan if math.isnan(loss) else loss
 
 
 def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """Return first and last + 1 of each run in ``runs``, then zeros; only zeros if the page lacks the room."""
+    """Return first and last + 1 of each range in ``runs``, then zeros; only zeros if there are too many ranges."""
     bounds = [bound for first, last in runs for bound in (first, last + 1)]
     return (
         [0] * 2 * MAX_MEMBER_RUNS
@@ -324,7 +324,7 @@ def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _encode(name: str) -> bytes:
-    """Return ``name`` as bytes that fill its place on the page; a long name keeps its beginning and its end."""
+    """Return ``name`` as the page's ``MAX_NAME_BYTES`` bytes; a long name keeps its beginning and its end."""
     text = name.encode(errors="replace")
     if len(text) > MAX_NAME_BYTES:
         half = (MAX_NAME_BYTES - 5) // 2
@@ -337,7 +337,7 @@ progress_page = ProgressPage()
 
 
 def begin() -> None:
-    """Open the page that the environment names, unless a page is open. Importing popdist calls this function."""
+    """Begin to write to the page that the environment names, unless a page is open; importing popdist does it."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if descriptor.isdecimal() and not progress_page.is_watched:
         progress_page.open(int(descriptor))

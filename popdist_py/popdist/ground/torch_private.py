@@ -47,7 +47,7 @@ def is_older_than(major: int, minor: int) -> bool:
 
 
 def needs(major: int, minor: int, what: str) -> str:
-    """Return the error message that ``what`` needs a newer torch."""
+    """Return the error message that ``what`` needs torch ``major.minor`` or newer."""
     return f"{what} needs torch {major}.{minor}; this is {torch.__version__}"
 
 
@@ -55,7 +55,7 @@ _current_graph_task_id: Final = find(torch._C, "_current_graph_task_id")
 
 
 def is_in_backward() -> bool | None:
-    """Whether autograd runs in this thread; None, for unknown, if torch lacks the private name."""
+    """Whether a backward pass of autograd runs in this thread; None if torch lacks the private name."""
     return None if _current_graph_task_id is None else _current_graph_task_id() >= 0
 
 
@@ -63,7 +63,7 @@ _storage_use_count: Final = find(torch._C, "_storage_Use_Count")
 
 
 def is_held_once(storage: UntypedStorage) -> bool:
-    """Whether no other object refers to the storage; False if torch lacks the name: no memory is reused."""
+    """Whether nothing else refers to ``storage``; False if torch lacks the private name: no memory is reused."""
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
 
 
@@ -87,7 +87,7 @@ def descriptor_of(storage: UntypedStorage) -> int:
 
 _swap_data_ptr: Final = find(UntypedStorage, "_swap_data_ptr_")
 can_swap_memory: Final = _swap_data_ptr is not None
-"""Whether :func:`swap_memory` works."""
+"""Whether :func:`swap_memory` works: whether this torch has the private name."""
 
 
 def swap_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
@@ -119,7 +119,7 @@ def skip_tracing(function: F) -> F:
 
 
 def is_caller_the_engine(function_frame: FrameType | None) -> bool:
-    """Whether autograd's C++ engine has called the function of this frame; False if torch lacks the name."""
+    """Whether autograd's C++ engine called the function of this stack frame; False if torch lacks the name."""
     if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
     # the engine is called directly by torch's function that starts the engine, or runs in its own thread
@@ -139,7 +139,7 @@ def caller_of(function_frame: FrameType) -> FrameType | None:
 
 @cache
 def _engine_starter() -> CodeType | None:
-    """Return the code of torch's function that starts the engine; None if no function of torch called the hook."""
+    """Return the code of torch's function that starts autograd's engine; None if torch has no such function."""
     found = list[FrameType | None]()
 
     def hook(_gradient: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ _pytree: Final = find(torch.utils, "_pytree")
 
 
 def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of an object of torch's pytree and a function to rebuild it; None for others."""
+    """Return the children of a pytree node, such as a dict, and a function to rebuild the node; else None."""
     # without the name no class is known: such an object is not split, and is refused when a layer returns it
     if type(nest) not in (find(_pytree, "SUPPORTED_NODES") or ()):
         return None
@@ -201,7 +201,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def wrapper_tensor(kind: type[T], like: Tensor) -> T:
-    """Make a tensor like ``like``, but without memory, of the class ``kind``, which dispatches its operations."""
+    """Make a tensor of class ``kind``, like ``like`` but without memory; ``kind`` dispatches its operations."""
     form = {"strides": like.stride(), "dtype": like.dtype, "device": like.device}
     return cast("T", _make_wrapper_subclass(kind, like.shape, **form))
 
@@ -216,7 +216,7 @@ def unscaler_of(operator: object) -> Callable[..., None] | None:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """Whether GradScaler lets ``optimizer`` divide its gradients; False, for never, if torch lacks the name."""
+    """Whether ``optimizer`` divides gradients by GradScaler's scale itself; False if torch lacks the name."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -241,7 +241,7 @@ _set_profiling_executor: Final = find(torch._C, "_jit_set_profiling_executor")
 
 @cache
 def compile_scripts_at_once() -> None:
-    """Make torch.jit compile in the first call, without observing calls; warn if torch lacks the private name."""
+    """Make torch.jit optimize in the first call, without profiling calls before; warn if torch lacks the name."""
     # observed calls give other bits, and the replicas that run in such calls depend on the number of instances
     if _set_profiling_executor is not None:
         _set_profiling_executor(False)  # noqa: FBT003 - torch's signature
@@ -268,7 +268,7 @@ def hide_worker_info() -> None:
 def set_numbers_of_dtensors(
     numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]],
 ) -> None:
-    """Make DTensors draw inside ``numbers(mesh, placements, generator)``; warn if torch lacks the private name."""
+    """Make DTensors draw numbers inside ``numbers(mesh, placements, generator)``; warn if torch lacks the name."""
     random = _module("torch.distributed.tensor._random")
     if not hasattr(random, "_rng_tracker"):
         warnings.warn(
@@ -337,7 +337,7 @@ def seen_operations(
 
 
 def _mode(module: str, name: str) -> Any:
-    """Return the class ``name`` of ``module``, imported only for measuring. Raises DescriptionError if absent."""
+    """Return the class ``name`` of ``module``, which is imported now. Raises DescriptionError if absent."""
     mode = find(_module(module), name)
     if mode is None:
         raise DescriptionError(f"torch {torch.__version__} lacks {name}, so modules cannot be measured with it")
@@ -345,14 +345,14 @@ def _mode(module: str, name: str) -> Any:
 
 
 class PipelineParts(NamedTuple):
-    """The parts of a schedule of torch.distributed.pipelining."""
+    """The stages and number of micro batches of a schedule of torch.distributed.pipelining."""
 
     stages: list[Any]  # the stages of this process, ascending
     num_micro_batches: int
 
 
 def parts_of_schedule(schedule: object) -> PipelineParts | None:
-    """Return the parts of a pipeline's schedule; None if ``schedule`` is no schedule, or torch lacks the name."""
+    """Return stages and micro batches of a pipeline's schedule; None if ``schedule`` is none or torch lacks it."""
     number = find(schedule, "_n_microbatches")
     values = [] if number is None else list(vars(schedule).values())
     found = [it for value in values for it in (value if isinstance(value, list) else [value])]

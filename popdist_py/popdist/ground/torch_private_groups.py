@@ -35,7 +35,7 @@ _create_work_from_future: Final = find(find(torch._C, "_distributed_c10d"), "_cr
 
 
 def done_work(results: list[Any]) -> Any:
-    """Return a finished work of torch's own class with ``results``. RuntimeError if torch lacks the name."""
+    """Return a finished work of torch with ``results``. Raises RuntimeError if torch lacks the private name."""
     if _create_work_from_future is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _create_work_from_future: use the backend gloo")
     future: Future[list[Any]] = Future()
@@ -44,7 +44,7 @@ def done_work(results: list[Any]) -> Any:
 
 
 def arguments_of(operator: str) -> list[str]:
-    """Return the argument names of a collective's ``operator``. Raises RuntimeError if torch lacks it."""
+    """Return the argument names of the operator ``c10d::operator``. Raises RuntimeError if torch lacks it."""
     schema = find(find(find(torch.ops.c10d, operator), "default"), "_schema")
     if schema is None:
         raise RuntimeError(f"torch {torch.__version__} lacks c10d::{operator}: use the backend gloo")
@@ -66,12 +66,12 @@ RENAMED_METHODS: Final = {
 
 
 def with_async_op(options: Any) -> Any:
-    """Return the class of a collective's options with a field ``asyncOp``, which some of torch 2.6 lack."""
+    """Return the options class ``options``, with a field ``asyncOp`` added if torch 2.6 lacks the field."""
     return options if hasattr(options, "asyncOp") else type(options.__name__, (options,), {"asyncOp": True})
 
 
 def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
-    """Return the reduction of an operator; before torch 2.11 it is found among the method's ``arguments``."""
+    """Return the reduction of an operator, such as SUM; before torch 2.11 from the method's ``arguments``."""
     if hasattr(boxed, "op"):
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
     if arguments is None:
@@ -82,7 +82,7 @@ def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
 
 
 def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:
-    """Call torch's kernel of an operator for a ``group`` that is not popdist's; used before torch 2.11."""
+    """Call torch's own kernel of ``operator`` for a ``group`` that is not popdist's; used before torch 2.11."""
     device = torch.device("privateuseone")  # the device of torch's own kernel, which calls the registered backend
     gloo = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))
@@ -91,7 +91,7 @@ def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> o
 
 
 def reduce_scatter_of(backend: Any) -> Callable[..., Any]:
-    """Return a function that reduces and scatters a tensor; before torch 2.11 gloo's own method always adds."""
+    """Return a function that reduces and scatters a tensor by any operation; old versions of gloo only add."""
     is_wrong = is_older_than(2, 11) and isinstance(backend, dist.ProcessGroupGloo)
 
     def call(output: Tensor, tensor: Tensor, opts: Any) -> Any:
@@ -121,7 +121,7 @@ _set_unwrap_func: Final = find(Future, "_set_unwrap_func")
 
 
 def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:
-    """Finish ``future``: ``wait()`` raises by ``reveal(value)``, or gives ``value`` if torch lacks the name."""
+    """Finish ``future``: ``wait()`` raises by ``reveal(value)``, or returns ``value`` if torch lacks the name."""
     if _set_unwrap_func is not None:
         _set_unwrap_func(future, reveal)
     future.set_result(value)
@@ -140,7 +140,7 @@ def keeps_works(function_frame: FrameType | None) -> bool:
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
-    """Make a gloo group at ``address`` of this host; gloo chooses one for None, or if torch lacks the options."""
+    """Make a gloo group at ``address`` of this host; gloo chooses if None, or if torch lacks the option."""
     gloo: Any = dist.ProcessGroupGloo
     make_options = find(gloo, "_Options")
     options: Any = None if make_options is None else make_options()
@@ -162,7 +162,7 @@ _world: Final = find(distributed_c10d, "_world")
 
 
 def num_collectives(apart_from: Collection[int] = ()) -> int:
-    """Return the number of collectives so far, except among ``apart_from``; 0 if torch lacks the private name."""
+    """Return the number of collectives of groups with ranks outside ``apart_from``; 0 if torch lacks the name."""
     number, groups = 0, find(_world, "pg_map") or ()
     for group in groups:
         with suppress(RuntimeError):  # a backend that does not count collectives raises this error
@@ -177,7 +177,7 @@ def gather_into(backend: Any, output: Tensor, tensor: Tensor) -> None:
 
 
 def renamed(method: F, name: str) -> F:
-    """Give ``method`` torch's name, by which torch's method recognizes its caller and does not recurse."""
+    """Rename ``method`` to torch's name, by which torch's method recognizes its caller and does not recurse."""
     method.__code__ = method.__code__.replace(co_name=name)
     method.__name__ = method.__qualname__ = name
     return method

@@ -21,7 +21,7 @@ class Node(NamedTuple):
 
 
 def height(n: int) -> int:
-    """Return the level of the root of the tree over ``n`` items: ``ceil(log2(n))``; ValueError if ``n < 1``."""
+    """Return the level of the root of the tree over ``n`` items: ``ceil(log2(n))``. ValueError if ``n < 1``."""
     if n < 1:
         raise ValueError(f"a tree needs at least one item, not {n}")
     return (n - 1).bit_length()
@@ -33,7 +33,7 @@ def span(node: Node, n: int) -> range:
 
 
 def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
-    """Return the fewest nodes that cover exactly the items ``[start, stop)`` of ``n``, left to right."""
+    """Return the fewest nodes of the tree that cover just the items ``[start, stop)`` of ``n``, left to right."""
     top = height(n)
     if not 0 <= start <= stop <= n:
         raise ValueError(f"the block [{start}, {stop}) does not lie within the {n} items")
@@ -58,11 +58,11 @@ class TreeSum(Generic[T]):
         self._add = add  # called with the lower positions first; may change and return its first argument
         self._position = start
         self._held: list[tuple[tuple[int, int], T]] = []
-        """Level and index of each kept sum: a `Node` would take longer to make than numbers take to add."""
+        """The kept sums, with level and index: a `Node` would take longer to make than numbers take to add."""
 
     @property
     def position(self) -> int:
-        """Position of the next item; ``n`` after the last item."""
+        """Position of the next item that is added to this sum; ``n`` after the last item."""
         return self._position
 
     @property
@@ -72,7 +72,7 @@ class TreeSum(Generic[T]):
 
     @property
     def values(self) -> list[T]:
-        """The values of :attr:`nodes`, in their order."""
+        """The values of the kept sums, in the order of :attr:`nodes`."""
         return [value for _, value in self._held]
 
     @property
@@ -88,7 +88,7 @@ class TreeSum(Generic[T]):
         return tree
 
     def push(self, value: T) -> None:
-        """Add the item at :attr:`position`; raises ValueError if all ``n`` items were pushed before."""
+        """Add the item at :attr:`position`. Raises ValueError if all ``n`` items were pushed before."""
         self.push_sum(0, self._position, value)
 
     def push_sum(self, level: int, index: int, value: T) -> None:
@@ -109,7 +109,7 @@ class TreeSum(Generic[T]):
 
 
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """Return the sum of ``n`` items from nodes that cover each item once. Raises ValueError if they do not."""
+    """Return the sum of ``n`` items from ``nodes``. Raises ValueError unless nodes cover each item once."""
     total = TreeSum(n, add)
     for node in sorted(nodes, key=lambda node: node.index << node.level):
         if node.index << node.level != total.position:

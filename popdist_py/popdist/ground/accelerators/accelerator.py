@@ -52,7 +52,7 @@ def type_in_use() -> str | None:
 
 
 def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ...]:
-    """Return the accelerators of an instance, or the CPU if it has none; see `popdist.devices()`.
+    """Return the accelerators of an instance, or the CPU if there are none; see `popdist.devices()`.
 
     If no launcher has assigned accelerators, the instances of a host use the accelerators in ascending order.
     """
@@ -76,7 +76,7 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
 
 
 def ask_memory(name: str, device: torch.device) -> int:
-    """Call the function ``name``, which reports on memory, for ``device``, and return its result.
+    """Call torch's function ``name``, which measures memory of ``device``, and return its result.
 
     torch 2.9 has such functions in ``torch.accelerator``.
 
@@ -102,7 +102,7 @@ def in_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def use_device_of(module: nn.Module) -> None:
-    """Make the accelerator with the first parameter of ``module`` the default device, if it is on an accelerator.
+    """Make the accelerator that has the first parameter of ``module`` the default device; do nothing for the CPU.
 
     Each instance sees the accelerators of all instances: without this call ``.cuda()`` and the program's own
     kernels use the first accelerator.
@@ -129,7 +129,7 @@ def identity_of(device: torch.device, host: str) -> bytes:
 
 
 def collectives_of(device_type: str) -> str:
-    """Return the backend of torch.distributed that sends between accelerators of a type; empty if none."""
+    """Return the backend of torch.distributed that sends between accelerators of a type; "" if there is none."""
     try:
         name = dist.get_default_backend_for_device(device_type)
     except ValueError:  # torch raises this error for a device that registers no backend
@@ -138,19 +138,19 @@ def collectives_of(device_type: str) -> str:
 
 
 def connect(device_type: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connect the ranks of a group with the backend of :func:`collectives_of`; initializes the accelerator."""
+    """Connect the accelerators of a group's ranks; return torch's backend. Initializes this rank's accelerator."""
     return torch_private_groups.connect_direct(
         getattr(dist, _DIRECT[collectives_of(device_type)]), store, rank, size, timeout
     )
 
 
 def stop_choosing_by_time() -> None:
-    """Make libraries choose algorithms by shapes alone, because choices by time differ between processes."""
+    """Make cuDNN choose algorithms by shapes alone, because choices by time differ between processes."""
     torch.backends.cudnn.benchmark = False
 
 
 def arithmetic_in_words() -> str:
-    """Return how accelerators compute, in words after a comma; an empty text if torch has no CUDA."""
+    """Return the settings of accelerators' convolutions, in words after a comma; empty if torch has no CUDA."""
     if found_type() != "cuda":
         return ""
     cudnn = torch.backends.cudnn
@@ -158,7 +158,7 @@ def arithmetic_in_words() -> str:
 
 
 def dispatch_key(device_type: str) -> str:
-    """Return the dispatch key that torch has for devices of the type ``device_type``."""
+    """Return torch's dispatch key for devices of the type ``device_type``."""
     return device_type.upper() if device_type in TYPES else "PrivateUse1"
 
 
@@ -201,5 +201,5 @@ def forked_random_states(seed: int | None = None) -> Iterator[None]:
 
 
 def _number(device: torch.device) -> tuple[torch.device, ...]:
-    """Return ``device`` as an argument; no argument for a Mac, whose functions take no device."""
+    """Return ``device`` as arguments of a function; no argument on a Mac, whose functions take no device."""
     return () if device.type == "mps" else (device,)

@@ -1,4 +1,4 @@
-"""How an instance computes: the number of threads, and the algorithms of torch.
+"""The arithmetic settings of an instance: the number of threads, and the algorithms of torch.
 
 The bits of a sum depend on the threads and the algorithms, so all instances of a job must have equal settings.
 """
@@ -13,7 +13,7 @@ from popdist.ground.contract import Contract
 
 
 def prepare(contract: Contract) -> str:
-    """Set torch's threads and algorithms as the launcher asked; return settings that must be equal everywhere."""
+    """Set torch's threads and algorithms as ``contract`` says; return the settings that all instances share."""
     if contract.num_replicas > 1:
         torch_private.compile_scripts_at_once()
     if contract.num_threads is not None:

@@ -1,4 +1,4 @@
-"""Whether each member of a group has an accelerator of its own, which backends such as NCCL require."""
+"""The check that each member of a group has its own accelerator, as backends such as NCCL require."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _NAME_BYTES: Final = 64
 
 
 class Gathers(Protocol):
-    """An object that can gather CPU tensors of the members of a group."""
+    """An object, such as a group's collectives, that can gather CPU tensors of the members of a group."""
 
     def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> object:
         """Write the flat byte tensor ``mine`` of each member into ``rows``, in the order of the members."""

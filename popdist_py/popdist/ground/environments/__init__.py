@@ -17,13 +17,13 @@ from popdist.ground.environments.slurm import NODES, first_node, read_slurm
 from popdist.ground.layout import ReplicaLayout
 
 COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
-"""https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode"""
+"""The index of a pod: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode"""
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Launcher(StrEnum):
-    """The launcher that started a process; the value is its name in messages."""
+    """The launcher that started a process; the value is the launcher's name in messages."""
 
     POPRUN = "poprun"
     TORCHRUN = "torchrun"
@@ -36,7 +36,7 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The job that an environment describes."""
+    """The job that the environment variables of a process describe, and the launcher of the job."""
 
     launcher: Launcher  # the launcher that has set the variables
     contract: Contract  # the job; one instance with one replica if there is no launcher
@@ -45,7 +45,7 @@ class Environment:
     """Whether poprun, directly or in a job that it has emitted, has set the number of replicas."""
 
     def ipus_of_replica(self, count: int | None) -> int:
-        """Return the virtual IPUs of each replica; ``count`` is the number that the program requires, or None.
+        """Return the number of virtual IPUs of each replica: ``count``, or for None the job's number.
 
         Raises ContractError if poprun has given the replicas another number.
         """
@@ -58,7 +58,7 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """Return the layout of a model with ``num_local_replicas`` per instance; None means as many as the job.
+        """Return the layout of a model with ``num_local_replicas`` per instance; for None, as many as the job has.
 
         Raises ContractError if poprun has given the instances another number.
         """
@@ -138,7 +138,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Contract | None:
 
 
 def _read_torch(env: Mapping[str, str]) -> Contract | None:
-    """Return the job that torch's rank and size describe; None if either variable is unset."""
+    """Return the job that ``RANK`` and ``WORLD_SIZE`` describe; None if either variable is unset."""
     if names.RANK not in env or names.WORLD_SIZE not in env:
         _refuse_half(env)
         return None
@@ -189,7 +189,7 @@ def _read_hydra(env: Mapping[str, str]) -> Contract | None:
 
 
 def _read_mpi(env: Mapping[str, str], rank_name: str, size_name: str, *local_names: str) -> Contract | None:
-    """Return the job that MPI describes, or None. Raises ContractError if only rank or only size is set."""
+    """Return the job that MPI's variables describe, or None. Raises ContractError if rank or size is set alone."""
     present = [name for name in (rank_name, size_name) if name in env]
     if not present:
         return None

@@ -26,7 +26,7 @@ _LAST_PORT: Final = 32_000  # below the ports that Linux gives to outgoing conne
 
 
 def read_slurm(env: Mapping[str, str]) -> Contract | None:
-    """Return the instance of a task of ``srun``; None for other processes. Raises ContractError if invalid."""
+    """Return the job of a task of ``srun``; None for other processes. Raises ContractError if invalid."""
     if SIZE not in env or RANK not in env:
         return None
     rank, size = read_count(env, RANK, minimum=0), read_count(env, SIZE)
@@ -49,13 +49,13 @@ def read_slurm(env: Mapping[str, str]) -> Contract | None:
 
 
 def first_node(nodes: str) -> str:
-    """Return the name of the first node of a list: ``n01`` for ``n[01-04,7],gpu2``."""
+    """Return the name of the first node in Slurm's list ``nodes``: ``n01`` for ``n[01-04,7],gpu2``."""
     match = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0] if match else "")
 
 
 def step_name(env: Mapping[str, str]) -> str:
-    """Return the name of a step, ``<job>.<step>``; empty if Slurm has not set both numbers."""
+    """Return the name of a Slurm step, ``<job>.<step>``; empty if Slurm has not set both numbers."""
     return f"{env[JOB]}.{env[STEP]}" if JOB in env and STEP in env else ""
 
 

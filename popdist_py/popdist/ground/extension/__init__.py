@@ -1,4 +1,4 @@
-"""The part of popdist that is written in C: whether it is built, and built from the sources in this folder.
+"""The C extension of popdist, and the check that it was built from the C sources in this folder.
 
 A build omits the extension if there is no C compiler; Python code then computes the same bits. The extension does
 not change when its sources change, as by ``git pull``. So a build writes a digest of the sources at the end of the
@@ -39,7 +39,7 @@ def sources_in(folder: Path) -> list[Path]:
 
 
 def digest_of_sources(sources: Iterable[Path]) -> bytes:
-    """Return the digest of the sources that a build writes at the end of the extension."""
+    """Return the digest of the C sources, which a build writes at the end of the extension's file."""
     digest = hashlib.blake2b(digest_size=_NUM_BYTES)
     for path in sources:
         digest.update(b"%s %d " % (path.name.encode(), path.stat().st_size))

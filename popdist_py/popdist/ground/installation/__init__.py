@@ -1,1 +1,1 @@
-"""The torch and numpy of this Python: whether popdist can train with them, and if not, what to do."""
+"""The check whether popdist can train with the torch and numpy of this Python, and the remedy if it cannot."""

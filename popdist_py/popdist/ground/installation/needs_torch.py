@@ -1,4 +1,4 @@
-"""Raises InstallationError when imported, unless popdist can train with the torch that is installed.
+"""An import that raises InstallationError, unless popdist can train with the torch that is installed.
 
 Modules that train import this module first, because the errors of Python or torch would not name a remedy.
 """

@@ -1,4 +1,4 @@
-"""Check of the torch that Python finds. Importing this module does not import torch."""
+"""The check of the torch that Python finds. Importing this module does not import torch."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, Final
 
 OLDEST_TORCH: Final = (2, 6)
-"""The oldest version that popdist supports, as in the extra ``torch`` of pyproject.toml."""
+"""The oldest version of torch that popdist supports, as in the extra ``torch`` of pyproject.toml."""
 
 _OLDEST_WORDS: Final = ".".join(map(str, OLDEST_TORCH))
 

@@ -23,7 +23,7 @@ FOLDER: Final = os.O_PATH | os.O_DIRECTORY
 
 @contextmanager
 def opened_own_folder(path: str, *, makes: bool = False, may_be_for_all: bool = False) -> Iterator[int]:
-    """Open a folder of this user or of root, in which no other user can write, for the length of a block.
+    """A context with the open folder ``path``, of this user or of root, in which no other user can write.
 
     With ``may_be_for_all``, a folder such as ``/tmp`` is allowed too: all users can write there, but no user can
     replace files of another user.
@@ -41,7 +41,7 @@ def opened_own_folder(path: str, *, makes: bool = False, may_be_for_all: bool = 
 
 
 def own_folder_problem(path: str) -> str:
-    """Return why ``path`` cannot be a folder of this user, empty if it can; makes the folder if it is missing."""
+    """Return why ``path`` cannot be this user's folder; an empty text if it can. Makes the folder if missing."""
     try:
         with opened_own_folder(path, makes=True):
             return ""
@@ -51,7 +51,7 @@ def own_folder_problem(path: str) -> str:
 
 @contextmanager
 def opened_parent(path: str, *, makes: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder of the file at ``path`` for the length of a block; yield descriptor and file name."""
+    """A context with the open folder of the file ``path``: yields the folder's descriptor and the file's name."""
     folder, name = _reach(path, makes=makes)
     try:
         yield folder, name
@@ -83,13 +83,13 @@ def _reach(path: str, *, makes: bool) -> tuple[int, str]:
 
 
 def _names(path: str) -> list[str]:
-    """Return the names in a path, last name first; an empty path, or a slash at the end, adds ``.``."""
+    """Return the names in ``path``, last name first; an empty path, or a slash at the end, adds ``.``."""
     names = list(filter(None, path.split("/")))
     return [*reversed(names)] if names and not path.endswith("/") else [".", *reversed(names)]
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """Return the target of the link ``name``, or None if it is no link; ``rest``: names behind it, last first."""
+    """Return the target of the link ``name``; None if no link. ``rest`` has the names after it, last first."""
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def _target(folder: int, name: str, rest: list[str]) -> str | None:
 
 
 def open_below(folder: int, name: str, flags: int, *, makes_folder: bool = False) -> int:
-    """Open ``name``, which must be no link, in a folder; ``makes_folder`` first makes a folder of that name."""
+    """Open ``name``, which must be no link, in ``folder``; ``makes_folder`` first makes a missing folder."""
     try:
         if makes_folder:
             with suppress(FileExistsError):
