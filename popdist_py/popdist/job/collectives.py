@@ -26,7 +26,7 @@ INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint
 DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool)
 
 _REFUSED: Final = -1
-"""The number that an instance sends instead of the size of its value, or of its rows, if it has an error."""
+"""The number that an instance sends in place of a size if its value or its rows cannot be sent."""
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -140,7 +140,7 @@ def barrier() -> None:
 
 
 def _refuse(text: str, fault: str | None) -> None:
-    """Raise CollectiveError with ``fault`` and let the other instances know; do nothing if ``fault`` is None."""
+    """Raise CollectiveError because of ``fault``, also on the other instances; do nothing if ``fault`` is None."""
     if fault is None:
         return
     group = current_group()
@@ -159,7 +159,7 @@ def _describe(tensor: object) -> str:
 
 
 def _fault(tensor: object) -> str | None:
-    """Return why ``tensor`` cannot take part in a collective; None if it can."""
+    """Return why ``tensor`` cannot take part in a collective; None if the tensor can."""
     if not isinstance(tensor, Tensor):
         return "expected a torch.Tensor"
     if tensor.layout is not torch.strided:
@@ -177,7 +177,7 @@ def _fault(tensor: object) -> str | None:
 
 
 def _place_fault(tensor: Tensor) -> str | None:
-    """Return why ``tensor`` cannot be written; None if it can."""
+    """Return why a collective cannot write into ``tensor``; None if the collective can."""
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return "its elements share memory, as those of an expanded tensor do: clone() it first"
     return None
@@ -199,7 +199,7 @@ def _root_fault(root: int) -> str | None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements as a contiguous flat tensor; shares memory with ``tensor`` if that is contiguous."""
+    """Return the elements of ``tensor`` as a contiguous flat tensor; no copy if ``tensor`` is contiguous."""
     return tensor.detach().resolve_neg().contiguous().view(-1)
 
 
@@ -245,14 +245,14 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
 
 
 def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
-    """Return the ``data`` of instance ``root`` on every instance; all must know its length, ``num_bytes``."""
+    """Send ``data`` of instance ``root`` to all instances, which know the length ``num_bytes``; return it."""
     message = _message_of(group, data if group.backend.instance_index == root else b"", num_bytes)
     group.backend.broadcast(message, root)
     return message.cpu().numpy().tobytes()
 
 
 def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
-    """Return the ``data`` of every instance. All instances must call this with the same ``text``."""
+    """Return the bytes ``data`` of every instance, which all call this function with the same ``text``."""
 
     def send(data: bytes, lengths: list[list[int]]) -> list[bytes]:
         rows = group.backend.all_gather(_message_of(group, data, max(lengths)[0])).cpu()
@@ -268,7 +268,7 @@ def gather_json(group: Group, text: str, value: Any) -> list[Any]:
 
 @contextmanager
 def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterator[None]:
-    """Run the block on every instance; if the block raises on one instance, the other instances raise ``error``.
+    """A context in which an error on one instance makes all other instances raise ``error``.
 
     The block must not wait for other instances.
     """
@@ -287,7 +287,7 @@ def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterato
 
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
-    """Return a tensor with ``num_bytes`` that begins with ``data``, on a device whose tensors can be sent."""
+    """Return ``num_bytes`` that begin with ``data``, as a tensor on a device whose tensors the group can send."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if data:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -295,7 +295,7 @@ def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
 
 
 def _encode(value: object) -> tuple[bytes, str | None]:
-    """Return ``value`` as JSON bytes, and None; if JSON cannot contain ``value``, no bytes, and the reason."""
+    """Return JSON bytes of ``value``, and None; if JSON cannot contain ``value``, no bytes, and the reason."""
     try:
         return json.dumps(value, allow_nan=False).encode(), None
     except (TypeError, ValueError, RecursionError) as error:
@@ -343,7 +343,7 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
-    """Return one place in ``group`` for each replica: of the last instance that has ``brought`` something.
+    """Return for each replica the index in ``group`` of the replica's last instance that has ``brought`` data.
 
     All instances of a replica compute on the same samples, and only the last stage of a pipeline has results.
     """
@@ -353,7 +353,7 @@ def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
 
 
 def _gather(group: Group, mine: Tensor | None, received: list[list[int]], places: list[int]) -> Tensor:
-    """Return the rows of the instances at ``places``; ``received`` has the descriptions of all rows."""
+    """Return the rows of the instances at the indices ``places``; ``received`` describes the rows of all."""
     brought = [kind for kind in received if kind]
     if not brought:
         return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -372,12 +372,12 @@ def _as_list(rows: object) -> list[Any]:
 
 
 def _describe_rows(rows: Tensor | None) -> list[int]:
-    """Return number of rows, index of the dtype and shape of a row; an empty list for None."""
+    """Return the number of ``rows``, the index of their dtype, and the shape of a row; an empty list for None."""
     return [] if rows is None else [len(rows), DTYPES.index(rows.dtype), *rows.shape[1:]]
 
 
 def _rows_fault(parts: Sequence[object]) -> str | None:
-    """Return why the tensors ``parts`` cannot be gathered; None if they can."""
+    """Return why the tensors ``parts`` cannot be gathered; None if the tensors can."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if others := [part for part in parts if not isinstance(part, Tensor)]:
         return f"expected a tensor or a list of them, and found a {type(others[0]).__name__}"
@@ -391,7 +391,7 @@ def _rows_fault(parts: Sequence[object]) -> str | None:
 
 
 def _check_kinds(kinds: dict[int, list[int]], fault: str | None) -> None:
-    """Raise the same error on every instance if an instance refuses its rows, or rows differ between instances."""
+    """Raise CollectiveError on every instance if an instance refuses its rows, or rows of instances differ."""
     if refused := [instance for instance, kind in kinds.items() if kind == [_REFUSED]]:
         raise CollectiveError(f"gather(): {fault or f'{name_instances(refused)} refused its rows (see there)'}")
     different = {tuple(kind[1:]): instance for instance, kind in kinds.items() if kind}

@@ -41,12 +41,12 @@ Checks: TypeAlias = Literal["full", "off"]
 """The choices of ``init(checks=...)``: whether to make the checks that cost time; see ``popdist.step.checks``."""
 
 Asked: TypeAlias = tuple[str | None, float, Checks, bool]
-"""The type of the arguments of ``init()``, in their order."""
+"""The type of the arguments of ``init()``, in the order in which ``init()`` has them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """An initialized job."""
+    """The job of this process after ``init()``: its environment, the groups of instances, and the arguments."""
 
     environment: Environment  # the environment at the time of ``init()``
     asked: Asked
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class _ProcessState:
-    """The job of this process. The store lives until the process ends, because instances may still connect."""
+    """The job of this process, and its store, which lives until the process ends: instances may still connect."""
 
     job: Job | None = None
     store: "Store | None" = None
@@ -74,7 +74,7 @@ _state = _ProcessState()
 
 
 def environment() -> Environment:
-    """Return the job of this process, initialized or not."""
+    """Return the job that this process is in, as the environment describes; ``init()`` is not needed."""
     if _state.job is not None:
         return _state.job.environment
     progress_page.join()
@@ -94,13 +94,13 @@ def current_job() -> Job:
 
 
 def current_group() -> Group:
-    """Return the instances in collectives now. Raises CollectiveError while one of several replicas computes."""
+    """Return the group for collectives; raise CollectiveError while one of several local replicas computes."""
     group = current_job().group
     return group if group.is_limited else refuse_in_turn(group)
 
 
 def data_parallel_group() -> Group:
-    """Return the instances that share gradients, weights and samples now; raises if :func:`current_job` does.
+    """Return the instances that share gradients, weights and samples now. Raises as :func:`current_job` does.
 
     If replicas are shared: the instances with the same part of other replicas, numbered by replica; else all.
     """
@@ -108,7 +108,7 @@ def data_parallel_group() -> Group:
 
 
 def notice() -> PreemptionNotice:
-    """Return the notice: whether this process was asked to end, and whether all instances know of a request."""
+    """Return the notice of preemption: whether this process was asked to end, and whether all instances know."""
     return _state.notice
 
 
@@ -182,7 +182,7 @@ def init(
 
 
 def _refuse_second_process(contract: Contract) -> None:
-    """Raise BackendError if an ancestor of this process is already the instance of the job."""
+    """Raise BackendError if an ancestor of this process has already joined the job as this instance."""
     if contract.num_instances == 1:
         return
     pid = forks.find_marked_ancestor(_name_of_instance(contract))
@@ -202,7 +202,7 @@ def _name_of_instance(contract: Contract) -> str:
 
 
 def _join_job(found: Environment, asked: Asked) -> Job:
-    """Connect with the other instances, and check that all have called ``init()`` with equal arguments."""
+    """Connect with the other instances, check that ``init()`` has equal arguments everywhere; return the job."""
     backend, timeout_seconds, checks, torch_distributed = asked
     computes = _prepare_arithmetic(found.contract)
     progress_page.wait("init()")
@@ -265,7 +265,7 @@ def ensure_default_group(asked_by: str) -> None:
 
 
 def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_by: str) -> "DefaultGroup | None":
-    """Make torch.distributed's default group; return None if one exists whose ranks are the instances."""
+    """Make torch's default process group; return None if a group exists whose ranks are the instances."""
     from popdist.exchange.process_group import default_group
 
     place = default_group.place_in_default_group()
@@ -282,20 +282,20 @@ def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_
 
 
 def _numbered_store(store: "Store") -> "Store":
-    """Return the part of the job's store that belongs to this call of ``init()``."""
+    """Return the part of the job's key-value store that belongs to this call of ``init()``."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     return PrefixStore(f"popdist/{_state.num_inits}", store)
 
 
 def ensure_init() -> None:
-    """Call ``init()`` with its defaults, unless it was called before."""
+    """Call ``init()`` with its defaults, unless ``init()`` was called before."""
     if _state.job is None:
         init()
 
 
 def _prepare_arithmetic(contract: Contract) -> str:
-    """Set threads and algorithms as the launcher asked; return in words what must be equal on all instances."""
+    """Set torch's threads and algorithms as ``contract`` says; return the settings that all instances share."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
     import_module("popdist.ground.installation.needs_torch")
@@ -393,7 +393,7 @@ def finalize() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Finalize at the end of the process; only under MPI are the connections closed before the process ends."""
+    """Leave the job at the end of the process; only under MPI close connections before the process ends."""
     if _state.job is None:
         return
     if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
@@ -484,7 +484,7 @@ def device() -> "torch.device":
 
 
 def devices() -> "tuple[torch.device, ...]":
-    """Return all devices of this instance: ``ipus_per_replica()`` devices, or its part in a shared replica.
+    """Return all devices of this instance: ``ipus_per_replica()`` devices, or its share of a shared replica.
 
     Under poprun: the accelerators that poprun gave the instance. Under another launcher and outside a job: the
     accelerators after those of the earlier instances on the host, as far as torch sees them; otherwise only the

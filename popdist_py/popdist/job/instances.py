@@ -1,4 +1,4 @@
-"""Work for some instances only, such as printing, downloading or saving by the first instance."""
+"""The execution of code on some instances only, such as printing, downloading or saving by the first instance."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,11 +70,11 @@ def execute_on_instances(
 
 
 _preparations: Final[list[WeakMethod[Callable[[], None]]]] = []
-"""The methods given to ``before_execute_on_instances``, in the order of the calls."""
+"""The methods given to ``before_execute_on_instances``, in the order of registration."""
 
 
 def before_execute_on_instances(method: Callable[[], None]) -> None:
-    """Register ``method``: all instances call it first, whenever the program calls ``execute_on_instances``.
+    """Register ``method``, which all instances call first whenever the program calls ``execute_on_instances``.
 
     A use is a result that some instances will need but that only all instances together can compute, such as a
     whole state that is cut into shards. Every instance, listed or not, calls ``method`` outside the limits, so
@@ -97,7 +97,7 @@ def _prepare() -> None:
 
 @contextmanager
 def first_on_host() -> Iterator[None]:
-    """Run the block on the first instance of each host; when it has ended, on the host's other instances.
+    """A context whose block runs first on the first instance of each host, then on all other instances.
 
     Use it for work that each host needs once: ``with popdist.first_on_host(): dataset = download(folder)``. The
     first instance fills the cache, and the other instances find a full cache. All instances of the job must enter
@@ -126,7 +126,7 @@ def first_on_host() -> Iterator[None]:
 
 
 def end_in_failure(group: Group, text: str) -> None:
-    """Tell the other instances that this instance has failed in ``text``."""
+    """Send the other instances the message that this instance has failed in the call ``text``."""
     group.start(text, [True])
 
 

@@ -16,7 +16,7 @@ from popdist.job.collectives import gather_bytes
 from popdist.job.context import data_parallel_group
 
 Weights: TypeAlias = nn.Module | Mapping[str, object]
-"""A module, or a state dict: names with tensors, and perhaps other values, which are ignored here."""
+"""A module, or a state dict: tensors by name, and perhaps other values, which are ignored here."""
 
 _DIGEST_BYTES = 16
 
@@ -92,14 +92,14 @@ def checksum(weights: Weights) -> str:
 
 
 def is_in_memory(weight: Tensor) -> bool:
-    """Whether the elements of ``weight`` are in memory; a phased model may keep them in its store."""
+    """Whether the elements of ``weight`` are in memory, and not only in the store of a phased model."""
     part = part_itself(weight)
     absent = getattr(part, "_popdist_absent", None)  # set by popdist.phases.phased_layers.make_absent
     return absent is None or absent.data_ptr() != part.data_ptr()
 
 
 def _fault(weights: object) -> str | None:
-    """Return why ``weights`` cannot be used as weights; None if they can."""
+    """Return why ``weights`` cannot be used as weights; None if ``weights`` can be used."""
     if isinstance(weights, nn.Module):
         absent = [name for name, it in weights.named_parameters() if not is_in_memory(it)]
         return f"{absent[0]} is not in memory: give the state_dict() of the phased model" if absent else None
@@ -109,7 +109,7 @@ def _fault(weights: object) -> str | None:
 
 
 def _named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor once, under the first of its names."""
+    """Yield each tensor in ``weights`` once, with the first of its names; of a DTensor the local part."""
     if isinstance(weights, nn.Module):
         named: list[tuple[str, object]] = [*weights.named_parameters(), *weights.named_buffers()]
     else:
@@ -134,7 +134,7 @@ def _describe(name: str, tensor: Tensor) -> bytes:
 
 
 def _place(name: str, tensor: Tensor) -> bytes:
-    """Return a description of a tensor with its type of device, because CPU tensors are sent differently."""
+    """Return name, dtype, shape and device type of a tensor as bytes; CPU tensors are sent differently."""
     return _describe(name, tensor).replace(b"\n", f" on {tensor.device.type}\n".encode())
 
 
@@ -179,7 +179,7 @@ def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
 
 
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
-    """Return the first difference between ``other`` and the root, in words. All instances must call this."""
+    """Return in words the first difference between the weights of ``other`` and the root. All call this."""
     own = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
     everybody = zip(group.instances, gather_bytes(group, "describe the weights", own), strict=True)
     lines = {instance: data.decode().splitlines() for instance, data in everybody}
@@ -195,7 +195,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @torch.no_grad()
 def sums_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the sum of the memory of each tensor, as integers; each device is waited for only once."""
+    """Return the sum of each tensor's memory, read as integers; each device is waited for only once."""
     found = [_sum_of(tensor) for tensor in tensors]
     devices: dict[torch.device, list[int]] = {}
     for i, total in enumerate(found):
