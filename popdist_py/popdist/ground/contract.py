@@ -286,7 +286,7 @@ class Contract:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self | None:
-        """Return the contract in ``env``; None if none of poprun's variables, or only ``SHAPE``, is set."""
+        """Return the contract in ``env``; None if poprun's variables, except perhaps ``SHAPE``, are not set."""
         missing = [name for name in REQUIRED if name not in env]
         if len(missing) == len(REQUIRED) or {*REQUIRED} - {*missing} == {*SHAPE}:
             return None
@@ -363,7 +363,7 @@ def read_master(env: Mapping[str, str]) -> Endpoint | None:
 
 
 def _check_torch_agrees(contract: Contract, env: Mapping[str, str]) -> None:
-    """Raise ContractError if torch's variables describe another job, because a launcher runs inside a launcher."""
+    """Raise ContractError if torch's variables describe another job, as if a launcher runs inside a launcher."""
     found = (env.get(RANK), env.get(WORLD_SIZE))
     expected = (str(contract.instance_index), str(contract.num_instances))
     if any(text is not None and text != wanted for text, wanted in zip(found, expected, strict=True)):

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLayout:
-    """The assignment of ``num_replicas`` model replicas to ``num_instances`` processes, with equal numbers."""
+    """The assignment of ``num_replicas`` model replicas to ``num_instances`` processes, equally many to each."""
 
     num_instances: int  # processes in the job (torch's world size). At least 1
     num_replicas: int  # model replicas in the whole job. A multiple of ``num_instances``
@@ -96,7 +96,7 @@ class Parallelism:
         return {"replica": part.replica, "stage": part.stage, "shard": part.shard}
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return in words the parts that all ``instances`` share: for one, ``replica 0, stage 1, shard 0``."""
+        """Return in words the replica, stage and shard that all ``instances`` share, such as ``replica 0``."""
         first, *others = map(self.place_of, instances)
         common = [word for word in first.items() if all(word in place.items() for place in others)]
         return ", ".join(f"{name} {number}" for name, number in common)
@@ -124,7 +124,7 @@ def parts(row: range, indices: range, num_parts: int) -> range:
 
 @lru_cache(maxsize=64)
 def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> tuple[range, ...]:
-    """Return the range of samples of each micro batch, replica by replica; some may be empty."""
+    """Return the range of samples of each micro batch, replica by replica; the last ranges may be empty."""
     samples = range(num_samples)
     shares = [part(samples, replica, num_replicas) for replica in range(num_replicas)]
     return tuple(part(share, index, accumulation) for share in shares for index in range(accumulation))

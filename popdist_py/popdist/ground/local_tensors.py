@@ -22,7 +22,7 @@ def is_fully_sharded(module: object) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return the local part of a DTensor, in the same memory and without gradient; any other tensor itself."""
+    """Return the local part of a DTensor, in the same memory and without gradient; or any other tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
     with torch.no_grad():
@@ -32,7 +32,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def part_itself(tensor: Any) -> Tensor:
-    """Return the tensor object in which a DTensor keeps its local part; any other tensor itself."""
+    """Return the tensor object in which a DTensor keeps its local part; return any other tensor unchanged."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
     names, _ = tensor.__tensor_flatten__()
@@ -40,7 +40,7 @@ def part_itself(tensor: Any) -> Tensor:
 
 
 def local_gradient(parameter: Any) -> Tensor | None:
-    """Return the local part of the gradient of ``parameter``; first redistribute a gradient placed differently.
+    """Return the local part of a parameter's gradient, redistributed before if placed unlike the parameter.
 
     All instances of the parameter's mesh call this function, for their parameters in the same order.
     """

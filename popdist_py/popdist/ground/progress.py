@@ -186,7 +186,7 @@ def read_stamps(page: bytes) -> dict[str, dict[int, float]]:
 
 
 class ProgressPage:
-    """The page of memory on which this process writes its progress; before ``open()``, nobody else reads it."""
+    """The page of memory on which this process writes its progress; before ``open()``, no agent reads the page."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self.is_watched = False  # whether an agent reads the page
@@ -198,7 +198,7 @@ class ProgressPage:
         self._use(memoryview(bytearray(PAGE_BYTES)))
 
     def open(self, descriptor: int) -> None:
-        """Write progress from now on to the memory file ``descriptor``; do nothing if it is no progress page."""
+        """Write progress from now on to the file ``descriptor``; do nothing if the file is no progress page."""
         if not stack_signal.is_page(descriptor):
             return
         try:
@@ -227,7 +227,7 @@ class ProgressPage:
         self._collective = ""
 
     def read(self) -> Progress:
-        """Return the progress on the page; only the process that writes may call this: no change is unfinished."""
+        """Return the progress on this process's page, on which no change is unfinished in this process."""
         return Progress.read(bytes(self._memory)) or Progress()
 
     def write(self, progress: Progress) -> None:
@@ -255,11 +255,11 @@ class ProgressPage:
         self._words[0] = self._words[_BEGUN]
 
     def join(self) -> None:
-        """Record on the page that the program has asked in which job it is."""
+        """Record on the page that the program has asked popdist in which job the program is."""
         self._memory[_HAS_JOINED_AT] = 1
 
     def report(self, step: int | None, loss: float | None) -> None:
-        """Record the step and the loss that the program reports; None leaves a value unchanged."""
+        """Record on the page the step and loss that the program reports; None leaves a value unchanged."""
         if step is not None:
             self._words[_STEP] = step
             self._memory[_HAS_STEP_AT] = 1
@@ -337,7 +337,7 @@ progress_page = ProgressPage()
 
 
 def begin() -> None:
-    """Begin to write to the page that the environment names, unless a page is open; importing popdist does it."""
+    """Begin to write progress to the page that the environment names. Importing popdist calls this function."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if descriptor.isdecimal() and not progress_page.is_watched:
         progress_page.open(int(descriptor))

@@ -68,7 +68,7 @@ def is_held_once(storage: UntypedStorage) -> bool:
 
 
 def address_of(reference: StorageWeakRef) -> int:
-    """Return the address of a weak reference's storage; 0 if the storage is gone or torch lacks the name."""
+    """Return the address of a weak reference's storage; 0 if freed, or if torch lacks the private name."""
     # before torch 2.10 Python's own weak references to storages become invalid when a storage ends
     make = find(UntypedStorage, "_new_with_weak_ptr")
     storage = None if make is None else make(reference.cdata)
@@ -119,7 +119,7 @@ def skip_tracing(function: F) -> F:
 
 
 def is_caller_the_engine(function_frame: FrameType | None) -> bool:
-    """Whether autograd's C++ engine called the function of this stack frame; False if torch lacks the name."""
+    """Whether autograd's C++ engine called the function of this frame; False if torch lacks the private name."""
     if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
     # the engine is called directly by torch's function that starts the engine, or runs in its own thread
@@ -155,7 +155,7 @@ def _engine_starter() -> CodeType | None:
 
 
 def backward_pass() -> int | None:
-    """Return the number of the backward pass that runs in this thread; None if torch lacks the name."""
+    """Return the number of this thread's backward pass, -1 if none runs; None if torch lacks the private name."""
     return None if _current_graph_task_id is None else _current_graph_task_id()
 
 
@@ -163,7 +163,7 @@ _execution_engine: Final = find(Variable, "_execution_engine")
 
 
 def call_after_backward(function: Callable[[], None]) -> bool:
-    """Call ``function`` after the running backward pass, and return True; return False if torch lacks the name."""
+    """Call ``function`` after the running backward pass. Return True; False if torch lacks the private name."""
     if _execution_engine is None:
         return False
     _execution_engine.queue_callback(function)
@@ -211,7 +211,7 @@ _unscale_operator: Final = find(torch.ops.aten, "_amp_foreach_non_finite_check_a
 
 
 def unscaler_of(operator: object) -> Callable[..., None] | None:
-    """Return GradScaler's function for unscaling if ``operator`` is that function; None otherwise."""
+    """Return torch's function by which GradScaler unscales, if ``operator`` is the same operation; else None."""
     return _unscale if _unscale is not None and operator is _unscale_operator.default else None
 
 
@@ -227,12 +227,12 @@ def step_without_hooks(kind: type[Optimizer]) -> Callable[..., object]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has compiled ``module`` as a whole; False if torch lacks the names."""
+    """Whether torch.compile has compiled ``module`` as a whole; False if torch lacks the private names."""
     return type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether the method ``compile()`` of ``module`` was called; False if torch lacks the name."""
+    """Whether the method ``compile()`` of ``module`` was called; False if torch lacks the private name."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -268,7 +268,7 @@ def hide_worker_info() -> None:
 def set_numbers_of_dtensors(
     numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]],
 ) -> None:
-    """Make DTensors draw numbers inside ``numbers(mesh, placements, generator)``; warn if torch lacks the name."""
+    """Make DTensors draw random numbers inside ``numbers(mesh, placements, generator)``; warn if impossible."""
     random = _module("torch.distributed.tensor._random")
     if not hasattr(random, "_rng_tracker"):
         warnings.warn(
@@ -337,7 +337,7 @@ def seen_operations(
 
 
 def _mode(module: str, name: str) -> Any:
-    """Return the class ``name`` of ``module``, which is imported now. Raises DescriptionError if absent."""
+    """Return the class ``name`` of ``module``, imported now. Raises DescriptionError if torch lacks the class."""
     mode = find(_module(module), name)
     if mode is None:
         raise DescriptionError(f"torch {torch.__version__} lacks {name}, so modules cannot be measured with it")
@@ -352,7 +352,7 @@ class PipelineParts(NamedTuple):
 
 
 def parts_of_schedule(schedule: object) -> PipelineParts | None:
-    """Return stages and micro batches of a pipeline's schedule; None if ``schedule`` is none or torch lacks it."""
+    """Return a pipeline schedule's stages and micro batches; None for other objects, or without the name."""
     number = find(schedule, "_n_microbatches")
     values = [] if number is None else list(vars(schedule).values())
     found = [it for value in values for it in (value if isinstance(value, list) else [value])]

@@ -44,7 +44,7 @@ def done_work(results: list[Any]) -> Any:
 
 
 def arguments_of(operator: str) -> list[str]:
-    """Return the argument names of the operator ``c10d::operator``. Raises RuntimeError if torch lacks it."""
+    """Return the argument names of the c10d operator ``operator``. Raises RuntimeError if torch lacks it."""
     schema = find(find(find(torch.ops.c10d, operator), "default"), "_schema")
     if schema is None:
         raise RuntimeError(f"torch {torch.__version__} lacks c10d::{operator}: use the backend gloo")
@@ -110,7 +110,7 @@ _shutdown_backend: Final = find(distributed_c10d, "_shutdown_backend")
 
 
 def have_shut_down(kind: type[Any]) -> None:
-    """Make ``destroy_process_group`` call ``shutdown()`` of groups of ``kind``; torch 2.6 does not call it."""
+    """Make ``destroy_process_group`` call ``shutdown()`` of groups of ``kind``, as torch after 2.6 does."""
     if _shutdown_backend is not None:
         distributed_c10d._shutdown_backend = lambda group: (  # type: ignore[attr-defined]
             group.shutdown() if isinstance(group, kind) else _shutdown_backend(group)

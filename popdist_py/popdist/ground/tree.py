@@ -14,14 +14,14 @@ S = TypeVar("S")
 
 
 class Node(NamedTuple):
-    """A sum in the tree over n items: items ``[index * 2**level, (index + 1) * 2**level)``, as far as below n."""
+    """A node of the tree, the sum of items ``[index * 2**level, (index + 1) * 2**level)``, as far as below n."""
 
     level: int  # 0 for an item itself, ``height(n)`` for the sum of all items
     index: int  # type: ignore[assignment] # position in the level; replaces tuple.index(), which no caller uses
 
 
 def height(n: int) -> int:
-    """Return the level of the root of the tree over ``n`` items: ``ceil(log2(n))``. ValueError if ``n < 1``."""
+    """Return the level of the tree's root over ``n`` items, ``ceil(log2(n))``. Raises ValueError if ``n < 1``."""
     if n < 1:
         raise ValueError(f"a tree needs at least one item, not {n}")
     return (n - 1).bit_length()
@@ -88,11 +88,11 @@ class TreeSum(Generic[T]):
         return tree
 
     def push(self, value: T) -> None:
-        """Add the item at :attr:`position`. Raises ValueError if all ``n`` items were pushed before."""
+        """Add ``value``, the item at :attr:`position`. Raises ValueError if all ``n`` items were pushed before."""
         self.push_sum(0, self._position, value)
 
     def push_sum(self, level: int, index: int, value: T) -> None:
-        """Add the sum of a whole subtree, a node, whose first item is the item at :attr:`position`."""
+        """Add ``value``, the sum of a whole subtree (node), whose first item is the item at :attr:`position`."""
         # no addition begins with zero, because 0.0 + -0.0 is 0.0 and a single item must keep its bits
         if self._position >= self._n:
             raise ValueError(f"expected no item at position {self._position} of {self._n}")

@@ -303,7 +303,7 @@ def _encode(value: object) -> tuple[bytes, str | None]:
 
 
 def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the rows of all instances, one instance after another, on every instance: for example predictions.
+    """Return on every instance the rows of all instances, such as predictions, one instance after another.
 
     If called once for each batch of ``data_loader``, the result has the rows of the step's samples in the order in
     which the samples were dealt, replica by replica, without duplicates. Without shuffling this is the order of

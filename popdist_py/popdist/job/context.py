@@ -114,7 +114,7 @@ def notice() -> PreemptionNotice:
 
 @contextmanager
 def limited_to(members: tuple[int, ...]) -> Iterator[None]:
-    """A context whose collectives are limited to ``members``: instances, or replicas if they are shared."""
+    """A context whose collectives include only ``members``: instances, or replicas if instances share them."""
     job = current_job()
     outer, outer_part = job.group, job.data_parallel
     size = job.environment.contract.parallelism.instances_per_replica

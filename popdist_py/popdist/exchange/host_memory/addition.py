@@ -157,7 +157,7 @@ _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in OPS}
 
 
 class Reduction:
-    """A reduction in place of rows in shared memory that can run repeatedly; made by `HostGroup.reduction`."""
+    """A prepared reduction that combines rows of shared memory in the rows' own memory, as often as called."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ def _can_add_in_one_pass(
 
 
 def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
-    """Return C's function ``f(divisor)``, which sums into all ``rows`` and divides; the rows must outlive it."""
+    """Return C's ``f(divisor)``, which sums into all ``rows`` and divides; the rows must outlive the function."""
     dtype = rows[0].dtype
     starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
     found: Any = extension.find()

@@ -165,7 +165,7 @@ class Barriers:
         self._watch.close()
 
     def abort(self) -> None:
-        """Fail this rank's barriers, even if a thread waits at one; the other ranks then stop waiting for it."""
+        """Fail this rank's barriers, also for a thread that waits now; other ranks stop waiting for this rank."""
         self.fail(f"this {self._names.noun} ends")
 
     def _refuse_all(self) -> None:
@@ -272,7 +272,7 @@ def operation(name: str) -> int:
 
 
 def kind(name: str) -> int:
-    """Register a dtype by name; return the dtype's number, which is equal in all processes with this popdist."""
+    """Register a dtype by its name; return the dtype's number, equal in all processes with this popdist."""
     _KINDS.append(name)
     return len(_KINDS) - 1
 
@@ -403,7 +403,7 @@ def is_crowded(pids: Collection[int]) -> bool:
 
 
 class CrowdedYields:
-    """The time for which waits yield the core if there are more processes than cores: 0 after long waits."""
+    """The time for which a waiting process yields its core if there are too few cores; 0 after long waits."""
 
     def __init__(self) -> None:
         self._distrust = self._num_sleeps = 0  # next to a computing process a yield takes a whole time slice

@@ -65,7 +65,7 @@ class Slots:
             self._views.clear()
 
     def fit_parts(self, num_bytes: int) -> int:
-        """Enlarge the slots for ``num_bytes`` to each other rank; return the bytes of a slot for each rank."""
+        """Enlarge the slots to hold ``num_bytes`` for each other rank; return each rank's bytes in a slot."""
         num_others = self._group.size - 1
         self.fit(num_bytes * num_others)
         return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES
@@ -76,7 +76,7 @@ class Slots:
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
     def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return each rank's slot for even (0) or odd (1) barriers, in rank order, as tensors of ``dtype``."""
+        """Return each rank's slot (buffer) for even (0) or odd (1) barriers, as tensors of ``dtype``, by rank."""
         key = (parity, dtype)
         if key not in self._views:
             start = parity * self.num_bytes
@@ -221,7 +221,7 @@ class HostCollectives:
     def connect(
         cls, store: Store, rank: int, num_local: int, *, names: Names, timeout_seconds: float
     ) -> Self | None:
-        """Make the collectives of this host's ``num_local`` ranks; None on all ranks if sharing is impossible."""
+        """Return the collectives of this host's ``num_local`` ranks; None on all ranks if sharing memory fails."""
         first = rank - rank % num_local
         own = replace(names, members=names.members[first : first + num_local])
         prefix = PrefixStore(f"host/{first}", store)
@@ -341,7 +341,7 @@ class HostCollectives:
             combine(rows, out, [held[:length] for held in memory])
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Send ``tensors[i]`` to rank *i*, for every rank, and receive into ``outputs[i]``; lengths may differ."""
+        """Send ``tensors[i]`` to each rank *i*, and receive its tensor into ``outputs[i]``; lengths may differ."""
         if self._is_alone:
             outputs[0].copy_(tensors[0])
             return

@@ -162,7 +162,7 @@ class HostGroup:
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
     def open_file(self, rank: int, descriptor: int) -> int:
-        """Return an own descriptor for another rank's memory file. Raises OSError on failure. No collective."""
+        """Return a descriptor in this process for a rank's memory file. Raises OSError. No collective."""
         return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
@@ -181,7 +181,7 @@ class HostGroup:
         return Reduction(self.barriers, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
-        """Wait until all ranks are here; then each rank sees what all ranks wrote into shared memory before."""
+        """Wait until all ranks are in this call; then each rank sees all that ranks wrote to shared memory."""
         self.barriers.wait(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class ShortMessages:
         self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
     def send(self, ranks: Collection[int], message: bytes) -> list[int]:
-        """Send ``message`` to each rank in ``ranks``; return for each rank the number of the message in answer."""
+        """Send ``message`` to each rank in ``ranks``; return, by rank, the number to receive the answer with."""
         barriers = self._barriers
         barriers.raise_failure()
         for rank in ranks:

@@ -117,7 +117,7 @@ class InPlace:
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """Return the place of ``tensor`` in shared memory, as a number for other ranks; 0 if there is none."""
+        """Return the place of ``tensor`` in shared memory, as a number for other ranks; 0 if it has none."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()

@@ -131,7 +131,7 @@ class Messages:
     def wait(
         self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float | None = None
     ) -> bool:
-        """Wait until ``is_done()``; return False after ``timeout_seconds``; None: a late rank ends the group."""
+        """Wait until ``is_done()``; return False after ``timeout_seconds``; if None, late ranks end the group."""
         barriers = self.barriers
         seconds = barriers.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:

@@ -320,7 +320,7 @@ def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Optio
 
 
 def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:
-    """Return for each rank its parts of the gathered tensors ``outputs``, as an all-gather's results."""
+    """Return each rank's parts of the gathered ``outputs``, in the form of an all-gather's results."""
     parts = [_parts_like(output, tensor, size) for output, tensor in zip(outputs, inputs, strict=True)]
     return unwrapped([list(row) for row in zip(*parts, strict=True)])
 
@@ -403,7 +403,7 @@ def check_dense(call: str, tensors: Iterable[Tensor]) -> None:
 
 
 def check_rows(call: str, rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size: int) -> None:
-    """Raise RuntimeError unless ``rows[i]`` has, for each rank, one tensor of the form of ``tensors[i]``."""
+    """Raise RuntimeError unless ``rows[i]`` has, for each rank, a tensor shaped and typed as ``tensors[i]``."""
     if len(rows) != len(tensors):
         raise RuntimeError(
             f"popdist::{call}: expected as many lists as tensors, got {len(rows)} and {len(tensors)}"

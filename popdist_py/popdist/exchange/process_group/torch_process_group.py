@@ -198,9 +198,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
             return _is_flat
         return (lambda _: are_all_idle()) if self._share_tensors else None
 
-    # torch's methods of the older of two names call the methods of the newer name here. Only the newer names are
-    # defined: otherwise torch's method of the newer name would call the older one, which would call this one
-    # again.
+    # If a method has two names, only the newer name is defined here, and torch's method with the older name calls
+    # this method. If both names were defined here, the two methods would call each other without end.
     allreduce_coalesced = _method("allreduce_coalesced")
     broadcast = _method("broadcast")
     reduce = _method("reduce")

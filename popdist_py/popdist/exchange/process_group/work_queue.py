@@ -1,8 +1,8 @@
 """The queue of a process group's collectives, which run one after another in the order of the calls.
 
 A synchronous call runs in the calling thread, unless earlier calls are not finished. An asynchronous call runs in
-the thread that waits for it, or, if no thread soon waits, in the group's own thread. Callbacks of its future run
-there too: a collective that a callback calls runs immediately, before collectives that were called later.
+the thread that waits for it, or, if no thread soon waits, in the group's own thread. Callbacks of the future
+run in that thread: a collective that a callback calls runs at once, before collectives that were called later.
 """
 
 import weakref
@@ -164,7 +164,7 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Run the collective ``do(*arguments)`` in its turn, if ``is_async`` perhaps later; return the work."""
+        """Run the collective ``do(*arguments)`` in its turn, or later if ``is_async``; return its work."""
         if not is_async and not self._pending:
             with self._turn:
                 outside_inference(do, *arguments)

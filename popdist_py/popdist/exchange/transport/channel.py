@@ -104,7 +104,7 @@ class Channel:
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the accelerator tensors of all instances, stacked; only issued functions may call this method."""
+        """Return all instances' accelerator tensors, stacked; only functions in :meth:`issue` may call this."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
         gather_into(self._process_group, as_bytes(gathered), as_bytes(tensor))
         return gathered
@@ -127,7 +127,7 @@ class Channel:
             self._fail(error)
 
     def receive(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Start to receive the next message of ``instance`` with ``tag``; return the works to wait for."""
+        """Start to receive ``instance``'s next message with ``tag`` into ``row``; return the works to wait for."""
         return self._message("recv", row, instance, tag)
 
     def send(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
@@ -186,7 +186,7 @@ class Channel:
             self.local_collectives.abort()
 
     def close(self) -> None:
-        """End the channel's thread and all its waits, or an accelerator would wait after the program's end."""
+        """End the channel's thread and its waits; otherwise accelerators would wait after the program's end."""
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.abort()

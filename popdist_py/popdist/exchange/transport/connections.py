@@ -41,7 +41,7 @@ def lower_priority() -> None:
 
 
 def check_available(backend: str | None) -> None:
-    """Raise BackendError if ``backend``, such as NCCL, sends only accelerator tensors, and torch cannot here."""
+    """Raise BackendError if ``backend`` (such as ``nccl``) needs accelerators that torch or this machine lacks."""
     needed = BACKENDS.get(backend or "")
     if needed is None:
         return
@@ -189,7 +189,7 @@ class Connections:
             raise BackendError(f"{self.names.of([self.instance_index])} has left the job")
 
     def in_background(self, wait: Callable[[], None]) -> Thread:
-        """Run ``wait`` in a new thread; a timeout of a wait by gloo itself would close all connections."""
+        """Run ``wait`` in a new thread, and return the thread; gloo's own timeout would close all connections."""
         self.check_open()
         thread = Thread(target=wait, daemon=True)
         self._waiting = [other for other in self._waiting if other.is_alive()] + [thread]

@@ -50,11 +50,11 @@ class HostMessages:
         self._failure: str | None = None
 
     def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send the tensors ``sent`` to ranks, receive tensors from ranks into ``received``, and wait for all."""
+        """Send each rank its tensor in ``sent``, receive each rank's tensor into ``received``, and wait."""
         self.start(sent, received)()
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Start to send contiguous tensors to ranks, and to receive from ranks; return a function that waits."""
+        """Start to send each rank its tensor in ``sent`` and to fill ``received``; return a function to wait."""
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):
             works += [
@@ -269,7 +269,7 @@ class SeveralHosts:
         self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, self._local)
 
     def of_part(self, members: Sequence[int]) -> "SeveralHosts":
-        """Return collectives for only ``members``, with this rank; each member counts as a separate host."""
+        """Return the collectives of only ``members``, with this rank; each member counts as a separate host."""
         rank = members.index(self._place.members[self._place.rank])
         return SeveralHosts(RankPlace(rank=rank, num_local=1, members=members), self._messages, None)
 
@@ -320,7 +320,7 @@ class SeveralHosts:
             output.copy_(self._reduction.reduce_scatter(shares, op))
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Send ``tensors[i]`` to rank *i*, for every rank, and receive into ``outputs[i]``; lengths may differ."""
+        """Send ``tensors[i]`` to each rank *i*, and receive its tensor into ``outputs[i]``; lengths may differ."""
         rank, members = self._place.rank, self._place.members
         with self._call():
             outputs[rank].copy_(tensors[rank])

@@ -121,7 +121,7 @@ def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, ti
 
 
 def _passed_descriptor(contract: Contract) -> int | None:
-    """Return instance 0's inherited socket that listens. Raises BackendError if a program has closed it."""
+    """Return instance 0's inherited listening socket, else None. Raises BackendError if the socket was closed."""
     if contract.instance_index != 0:
         return None
     descriptor = contract.store_descriptor

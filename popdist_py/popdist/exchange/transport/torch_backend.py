@@ -173,7 +173,7 @@ class MemoryOfSubsets:
         self._failures: dict[tuple[int, ...], str] = {}
 
     def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
-        """Return the memory collectives of ``instances``, which all call this; None on all if impossible."""
+        """Return the collectives of ``instances`` in shared memory; None on all if impossible. All call this."""
         if instances in self._failures:
             raise BackendError(self._failures[instances])
         if instances not in self._made:

@@ -113,12 +113,12 @@ class TwoLevelReduction:
         )
 
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
-        """Return zeros for :meth:`reduce_scatter`: receiver's index on its host, host, sender's node, element."""
+        """Return zeros for :meth:`reduce_scatter`; dims: receiver, receiver's host, sender's node, element."""
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
     def share_of(self, shares: Tensor, member: int) -> Tensor:
-        """Return the rows of ``shares`` for the member with the number ``member``, counted over all hosts."""
+        """Return the part of ``shares`` that is for ``member``, a number that counts members over all hosts."""
         return shares[member % self._num_local, member // self._num_local]
 
     def reduce_scatter(self, shares: Tensor, op: Op = "sum") -> Tensor:
@@ -188,12 +188,12 @@ def _parts(shares: Tensor) -> Sequence[Tensor]:
 
 
 def _step(op: Op) -> Op:
-    """Return the operation on two partial results: for a mean a sum, which is divided once, at the end."""
+    """Return the operation that combines two partial results: a sum for a mean, which is divided at the end."""
     return "sum" if op == "mean" else op
 
 
 def in_turns(works: Iterable[Iterator[bool]]) -> None:
-    """Run generators in turns: a generator yields True when data was sent, so that others run until it arrives."""
+    """Run generators in turns: a generator yields True when data is on the way, so that others run meanwhile."""
     begun: list[Iterator[bool]] = []  # every member takes the same turns, so that messages do not mix
     for work in works:
         begun = [other for other in (work, *begun) if next(other, False)]
@@ -305,7 +305,7 @@ class BucketAllReduce:
             self._rest += self._channel.send(total, other, _RESULT_TAG)
 
     def start_waiting(self) -> None:
-        """Make the channel's thread wait until this sum's messages are sent; called after the last sum began."""
+        """Make the channel's thread wait for this sum's messages; called when all sums of the step were sent."""
         if self._into.is_cpu:
             self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 

@@ -45,7 +45,7 @@ class Environment:
     """Whether poprun, directly or in a job that it has emitted, has set the number of replicas."""
 
     def ipus_of_replica(self, count: int | None) -> int:
-        """Return the number of virtual IPUs of each replica: ``count``, or for None the job's number.
+        """Return the number of virtual IPUs of each replica: ``count``, or the job's number if ``count`` is None.
 
         Raises ContractError if poprun has given the replicas another number.
         """
@@ -58,7 +58,7 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """Return the layout of a model with ``num_local_replicas`` per instance; for None, as many as the job has.
+        """Return the replica layout of a model with ``num_local_replicas`` per instance; None: as the job has.
 
         Raises ContractError if poprun has given the instances another number.
         """
@@ -167,7 +167,7 @@ def _read_torch(env: Mapping[str, str]) -> Contract | None:
 
 
 def _refuse_half(env: Mapping[str, str]) -> None:
-    """Raise ContractError if rank or size is set alone, because each process would act as the whole job."""
+    """Raise ContractError if only ``RANK`` or ``WORLD_SIZE`` is set: each process would act as the whole job."""
     # RANK and WORLD_SIZE are everyday words, so a text that is no number belongs to another program; rank 0
     # alone and size 1 alone may be a whole job
     for name, missing, harmless in ((names.RANK, names.WORLD_SIZE, 0), (names.WORLD_SIZE, names.RANK, 1)):

@@ -26,7 +26,7 @@ _LAST_PORT: Final = 32_000  # below the ports that Linux gives to outgoing conne
 
 
 def read_slurm(env: Mapping[str, str]) -> Contract | None:
-    """Return the job of a task of ``srun``; None for other processes. Raises ContractError if invalid."""
+    """Return the job of a task of ``srun``; None for other processes. Raises ContractError if a value is wrong."""
     if SIZE not in env or RANK not in env:
         return None
     rank, size = read_count(env, RANK, minimum=0), read_count(env, SIZE)
