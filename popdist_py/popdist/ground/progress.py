@@ -205,14 +205,14 @@ class ProgressPage:
             memory = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
         except (OSError, ValueError):
             return
-        found = Progress.read(bytes(memory[:USED_BYTES])) or Progress()
-        if found.pid not in (0, os.getpid()) and found.has_joined and stack_signal.is_alive(found.pid):
+        written = Progress.read(bytes(memory[:USED_BYTES])) or Progress()
+        if written.pid not in (0, os.getpid()) and written.has_joined and stack_signal.is_alive(written.pid):
             return  # the page belongs to the first process that asked popdist for its job
-        is_announced = found.pid == os.getpid() and stack_signal.catches(found.stack_signal)
-        signum = found.stack_signal if is_announced else stack_signal.register(descriptor)
+        is_announced = written.pid == os.getpid() and stack_signal.catches(written.stack_signal)
+        signum = written.stack_signal if is_announced else stack_signal.register(descriptor)
         self.is_watched = True
         self._use(memory)
-        recorder, uses_jax = (found.recorder, found.uses_jax) if is_announced else (0, False)
+        recorder, uses_jax = (written.recorder, written.uses_jax) if is_announced else (0, False)
         self.write(Progress(pid=os.getpid(), stack_signal=signum, recorder=recorder, uses_jax=uses_jax))
         os.register_at_fork(after_in_child=self.close)
 

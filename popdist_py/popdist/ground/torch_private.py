@@ -140,16 +140,16 @@ def caller_of(function_frame: FrameType) -> FrameType | None:
 @cache
 def _engine_starter() -> CodeType | None:
     """Return the code of torch's function that starts autograd's engine; None if torch has no such function."""
-    found = list[FrameType | None]()
+    callers = list[FrameType | None]()
 
     def hook(_gradient: torch.Tensor) -> None:
-        found.append(cast("FrameType", currentframe()).f_back)
+        callers.append(cast("FrameType", currentframe()).f_back)
 
     with torch.inference_mode(mode=False), torch.enable_grad():
         value = torch.ones(1, dtype=torch.float32, requires_grad=True, device="cpu")
         value.register_hook(hook)
         value.clone().sum().backward()
-    starter = found.pop() if found else None
+    starter = callers.pop() if callers else None
     is_torchs = starter is not None and starter.f_globals.get("__name__", "").startswith("torch.")
     return starter.f_code if starter is not None and is_torchs else None
 
@@ -355,8 +355,8 @@ def parts_of_schedule(schedule: object) -> PipelineParts | None:
     """Return a pipeline schedule's stages and micro batches; None for other objects, or without the name."""
     number = find(schedule, "_n_microbatches")
     values = [] if number is None else list(vars(schedule).values())
-    found = [it for value in values for it in (value if isinstance(value, list) else [value])]
-    stages = {it.stage_index: it for it in found if hasattr(it, "stage_index") and hasattr(it, "submod")}
+    members = [it for value in values for it in (value if isinstance(value, list) else [value])]
+    stages = {it.stage_index: it for it in members if hasattr(it, "stage_index") and hasattr(it, "submod")}
     return PipelineParts([stages[index] for index in sorted(stages)], number) if stages else None
 
 

@@ -76,8 +76,8 @@ def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
     if arguments is None:
         raise RuntimeError(f"{needs(2, 11, 'a c10d operator itself')}; call torch.distributed's function")
-    found = [getattr(argument, "reduceOp", argument) for argument in arguments]
-    op = next((it for it in found if isinstance(it, ReduceOp | ReduceOp.RedOpType)), ReduceOp.SUM)
+    candidates = [getattr(argument, "reduceOp", argument) for argument in arguments]
+    op = next((it for it in candidates if isinstance(it, ReduceOp | ReduceOp.RedOpType)), ReduceOp.SUM)
     return op if isinstance(op, ReduceOp) else ReduceOp(op)
 
 
@@ -196,8 +196,8 @@ def accept_monitored_barriers(kind: type[Any]) -> None:
     ) -> None:
         chosen: Any = dist.group.WORLD if group is None else group
         if isinstance(chosen, kind):
-            given = {} if timeout is None else {"timeout": timeout}  # torch 2.6 takes no None
-            chosen.monitored_barrier(**given, wait_all_ranks=wait_all_ranks)
+            timeouts = {} if timeout is None else {"timeout": timeout}  # torch 2.6 takes no None
+            chosen.monitored_barrier(**timeouts, wait_all_ranks=wait_all_ranks)
         else:
             torchs_own(group, timeout, wait_all_ranks)
 

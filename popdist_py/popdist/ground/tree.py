@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 class Node(NamedTuple):
-    """A node of the tree, the sum of items ``[index * 2**level, (index + 1) * 2**level)``, as far as below n."""
+    """A tree's node, the sum of the items ``[index * 2**level, (index + 1) * 2**level)``, at most up to n - 1."""
 
     level: int  # 0 for an item itself, ``height(n)`` for the sum of all items
     index: int  # type: ignore[assignment] # position in the level; replaces tuple.index(), which no caller uses

@@ -237,8 +237,8 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
     def send(data: bytes, sizes: list[list[int]]) -> bytes:
         (num_bytes,) = sizes[group.instances.index(root)]
         if num_bytes == _REFUSED:
-            found = f": {kind}, {fault}" if is_root else ""
-            raise CollectiveError(f"{text}: what instance {root} brought is no JSON value{found}")
+            explanation = f": {kind}, {fault}" if is_root else ""
+            raise CollectiveError(f"{text}: what instance {root} brought is no JSON value{explanation}")
         return send_bytes(group, data, num_bytes, root)
 
     return json.loads(group.run(text, send, data, [_REFUSED if fault else len(data)]))
@@ -282,8 +282,8 @@ def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterato
     received = zip(group.instances, group.start(text, [len(message)]).wait(), strict=True)
     if lengths := {instance: length for instance, (length,) in received if length}:
         first = next(iter(lengths))
-        told = send_bytes(group, message, lengths[first], first)
-        raise failure or error(f"{group.name(lengths)} failed: {told.decode(errors='replace')}")
+        reason = send_bytes(group, message, lengths[first], first)
+        raise failure or error(f"{group.name(lengths)} failed: {reason.decode(errors='replace')}")
 
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
@@ -333,13 +333,13 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
     group = current_group()
     parts = _as_list(rows)
     fault = _rows_fault(parts)
-    mine = torch.cat([part.detach() for part in parts]) if parts and fault is None else None
+    own_rows = torch.cat([part.detach() for part in parts]) if parts and fault is None else None
 
-    def send(mine: Tensor | None, received: list[list[int]]) -> Tensor:
+    def send(own_rows: Tensor | None, received: list[list[int]]) -> Tensor:
         _check_kinds(dict(zip(group.instances, received, strict=True)), fault)
-        return _gather(group, mine, received, of_each_replica(group, [bool(kind) for kind in received]))
+        return _gather(group, own_rows, received, of_each_replica(group, [bool(kind) for kind in received]))
 
-    return group.run("gather()", send, mine, [_REFUSED] if fault else _describe_rows(mine))
+    return group.run("gather()", send, own_rows, [_REFUSED] if fault else _describe_rows(own_rows))
 
 
 def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
@@ -348,21 +348,21 @@ def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
     All instances of a replica compute on the same samples, and only the last stage of a pipeline has results.
     """
     size = environment().contract.parallelism.instances_per_replica
-    found = {it // size: place for place, it in enumerate(group.instances) if brought[place]}
-    return sorted(found.values())
+    places = {it // size: place for place, it in enumerate(group.instances) if brought[place]}
+    return sorted(places.values())
 
 
-def _gather(group: Group, mine: Tensor | None, received: list[list[int]], places: list[int]) -> Tensor:
+def _gather(group: Group, own_rows: Tensor | None, received: list[list[int]], places: list[int]) -> Tensor:
     """Return the rows of the instances at the indices ``places``; ``received`` describes the rows of all."""
     brought = [kind for kind in received if kind]
     if not brought:
         return torch.empty(0, dtype=torch.float32, device="cpu")
     _, dtype, *shape = brought[0]
     most = max(kind[0] for kind in brought)
-    place = device() if mine is None else mine.device
+    place = device() if own_rows is None else own_rows.device
     sent = torch.zeros((most, *shape), dtype=DTYPES[dtype], device=place)
-    if mine is not None:
-        sent[: len(mine)] = mine
+    if own_rows is not None:
+        sent[: len(own_rows)] = own_rows
     gathered = group.backend.all_gather(sent)
     return torch.cat([gathered[place][: received[place][0]] for place in places])
 

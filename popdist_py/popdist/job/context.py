@@ -253,8 +253,8 @@ def _check_arguments(backend: object, timeout_seconds: object, checks: object, t
 
 
 def _in_words(backend: str | None, timeout_seconds: float, checks: Checks, torch_distributed: bool) -> str:  # noqa: FBT001 - in the order of the call
-    said = ", torch_distributed=True" if torch_distributed else ""
-    return f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}{said})"
+    option = ", torch_distributed=True" if torch_distributed else ""
+    return f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}{option})"
 
 
 def ensure_default_group(asked_by: str) -> None:
@@ -487,7 +487,7 @@ def devices() -> "tuple[torch.device, ...]":
     """Return all devices of this instance: ``ipus_per_replica()`` devices, or its share of a shared replica.
 
     Under poprun: the accelerators that poprun gave the instance. Under another launcher and outside a job: the
-    accelerators after those of the earlier instances on the host, as far as torch sees them; otherwise only the
+    accelerators that follow on the accelerators of the host's earlier instances, if torch sees any; otherwise the
     CPU. Imports torch, but initializes no accelerator.
 
     Raises:

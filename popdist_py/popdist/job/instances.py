@@ -54,18 +54,18 @@ def execute_on_instances(
         )
     if not callable(fn):
         raise CollectiveError(f"execute_on_instances(..., {fn!r}): expected a function to call")
-    given, group, contract = list(instances), data_parallel_group(), job.environment.contract
-    if not given or any(instance not in group.instances for instance in given):
-        asked, noun = ", ".join(map(str, given)), group.backend.names.noun
+    listed, group, contract = list(instances), data_parallel_group(), job.environment.contract
+    if not listed or any(instance not in group.instances for instance in listed):
+        asked, noun = ", ".join(map(str, listed)), group.backend.names.noun
         raise CollectiveError(
             f"execute_on_instances({{{asked}}}, ...): expected one or several of "
             f"{name_instances(group.instances, noun)}"
         )
     if len(group.instances) == contract.layout.num_instances:
         _prepare()
-    if contract.data_parallel_index not in given:
+    if contract.data_parallel_index not in listed:
         return None
-    with limited_to(tuple(sorted(set(given)))):
+    with limited_to(tuple(sorted(set(listed)))):
         return fn(*args, **kwargs)
 
 

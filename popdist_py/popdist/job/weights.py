@@ -180,8 +180,8 @@ def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
 
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
     """Return in words the first difference between the weights of ``other`` and the root. All call this."""
-    own = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
-    everybody = zip(group.instances, gather_bytes(group, "describe the weights", own), strict=True)
+    description = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
+    everybody = zip(group.instances, gather_bytes(group, "describe the weights", description), strict=True)
     lines = {instance: data.decode().splitlines() for instance, data in everybody}
     pairs = zip_longest(lines[other], lines[root], fillvalue="nothing more")
     theirs, roots = next((theirs, roots) for theirs, roots in pairs if theirs != roots)
@@ -196,13 +196,13 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 @torch.no_grad()
 def sums_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return the sum of each tensor's memory, read as integers; each device is waited for only once."""
-    found = [_sum_of(tensor) for tensor in tensors]
+    totals = [_sum_of(tensor) for tensor in tensors]
     devices: dict[torch.device, list[int]] = {}
-    for i, total in enumerate(found):
+    for i, total in enumerate(totals):
         devices.setdefault(total.device, []).append(i)
-    sums = [0] * len(found)
+    sums = [0] * len(totals)
     for members in devices.values():
-        for i, value in zip(members, torch.stack([found[i] for i in members]).tolist(), strict=True):
+        for i, value in zip(members, torch.stack([totals[i] for i in members]).tolist(), strict=True):
             sums[i] = value
     return sums
 

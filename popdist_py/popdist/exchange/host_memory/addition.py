@@ -213,8 +213,8 @@ def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], N
     """Return C's ``f(divisor)``, which sums into all ``rows`` and divides; the rows must outlive the function."""
     dtype = rows[0].dtype
     starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
-    found: Any = extension.find()
-    return partial(found.add_rows, starts, len(elements), dtype is torch.float64)
+    c_extension: Any = extension.find()
+    return partial(c_extension.add_rows, starts, len(elements), dtype is torch.float64)
 
 
 class _BlockByBlock:

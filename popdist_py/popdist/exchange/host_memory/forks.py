@@ -47,11 +47,11 @@ def mark_process(name: str) -> int | None:
 
 def find_marked_ancestor(name: str) -> int | None:
     """Return the id of the nearest ancestor process that is marked with ``name``; None if there is none."""
-    wanted = Path(f"/memfd:{_file_of(name)} (deleted)")
+    mark = Path(f"/memfd:{_file_of(name)} (deleted)")
     pid = os.getppid()
     with suppress(OSError):  # the process has ended or belongs to another user
         while pid > 1:
-            if wanted in map(_target_of, Path(f"/proc/{pid}/fd").iterdir()):
+            if mark in map(_target_of, Path(f"/proc/{pid}/fd").iterdir()):
                 return pid
             stat = Path(f"/proc/{pid}/stat").read_bytes()
             pid = int(stat.rpartition(b")")[2].split()[1])

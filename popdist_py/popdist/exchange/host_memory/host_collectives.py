@@ -181,22 +181,22 @@ class AllReduce:
         """Combine ``piece`` over all ranks; each rank adds a share of the elements, and copies the others."""
         barriers, rank, slots = self._barriers, self._rank, self._slots
         shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
-        mine = shares[rank]
+        own_share = shares[rank]
         rows = slots.next(piece.dtype)
-        for part in (slice(0, mine.start), slice(mine.stop, len(piece))):
+        for part in (slice(0, own_share.start), slice(own_share.stop, len(piece))):
             rows[rank][part].copy_(piece[part])
         barriers.wait(reason)
         results = slots.next(piece.dtype)
-        if mine:
-            part = slice(mine.start, mine.stop)
-            own, total = piece[part], results[rank][part]
-            parts = [own if other == rank else row[part] for other, row in enumerate(rows)]
-            combine(parts, total, [held[: len(mine)] for held in memory])
-            own.copy_(total)
+        if own_share:
+            part = slice(own_share.start, own_share.stop)
+            own_piece, total = piece[part], results[rank][part]
+            parts = [own_piece if other == rank else row[part] for other, row in enumerate(rows)]
+            combine(parts, total, [held[: len(own_share)] for held in memory])
+            own_piece.copy_(total)
         barriers.wait(reason)
-        for other, its in enumerate(shares):
-            if its and other != rank:
-                part = slice(its.start, its.stop)
+        for other, other_share in enumerate(shares):
+            if other_share and other != rank:
+                part = slice(other_share.start, other_share.stop)
                 piece[part].copy_(results[other][part])
 
 
@@ -223,9 +223,9 @@ class HostCollectives:
     ) -> Self | None:
         """Return the collectives of this host's ``num_local`` ranks; None on all ranks if sharing memory fails."""
         first = rank - rank % num_local
-        own = replace(names, members=names.members[first : first + num_local])
+        local = replace(names, members=names.members[first : first + num_local])
         prefix = PrefixStore(f"host/{first}", store)
-        group = HostGroup.connect(prefix, rank - first, num_local, timeout_seconds=timeout_seconds, names=own)
+        group = HostGroup.connect(prefix, rank - first, num_local, timeout_seconds=timeout_seconds, names=local)
         return None if group is None else cls(group)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
@@ -323,7 +323,7 @@ class HostCollectives:
     def _scatter_in_pieces(
         self, output: Tensor, tensors: Sequence[Tensor], combine: Combiner, reason: int
     ) -> None:
-        mine, others = self._rank, range(self.size)
+        rank, others = self._rank, range(self.size)
         width = self._slots.fit_parts(output.nbytes) // output.element_size()
         memory = combine.memory((width,))
         pieces = [_cut(tensor, width) for tensor in tensors]
@@ -331,11 +331,11 @@ class HostCollectives:
             length = len(out)
             slots = self._slots.next(output.dtype)
             for other in others:
-                if other != mine:
-                    _part(slots[mine], mine, other, width)[:length].copy_(pieces[other][index])
+                if other != rank:
+                    _part(slots[rank], rank, other, width)[:length].copy_(pieces[other][index])
             self._barriers.wait(reason)
             rows = [
-                pieces[mine][index] if other == mine else _part(slots[other], other, mine, width)[:length]
+                pieces[rank][index] if other == rank else _part(slots[other], other, rank, width)[:length]
                 for other in others
             ]
             combine(rows, out, [held[:length] for held in memory])
@@ -345,20 +345,20 @@ class HostCollectives:
         if self._is_alone:
             outputs[0].copy_(tensors[0])
             return
-        barriers, mine = self._barriers, self._rank
+        barriers, rank = self._barriers, self._rank
         sent, received = [as_bytes(tensor) for tensor in tensors], [as_bytes(tensor) for tensor in outputs]
-        most = max(barriers.exchange(max(map(len, [*sent, *received])), purpose(_ALL_TO_ALL)))
-        width = self._slots.fit_parts(most)
-        received[mine].copy_(sent[mine])
-        for start in range(0, most, width):
+        most_bytes = max(barriers.exchange(max(map(len, [*sent, *received])), purpose(_ALL_TO_ALL)))
+        width = self._slots.fit_parts(most_bytes)
+        received[rank].copy_(sent[rank])
+        for start in range(0, most_bytes, width):
             slots = self._slots.next(torch.uint8)
             for other, data in enumerate(sent):
-                if other != mine and (piece := data[start : start + width]).numel():
-                    _part(slots[mine], mine, other, width)[: len(piece)].copy_(piece)
-            barriers.wait(purpose(_ALL_TO_ALL, count=most))
+                if other != rank and (piece := data[start : start + width]).numel():
+                    _part(slots[rank], rank, other, width)[: len(piece)].copy_(piece)
+            barriers.wait(purpose(_ALL_TO_ALL, count=most_bytes))
             for other, data in enumerate(received):
-                if other != mine and (piece := data[start : start + width]).numel():
-                    piece.copy_(_part(slots[other], other, mine, width)[: len(piece)])
+                if other != rank and (piece := data[start : start + width]).numel():
+                    piece.copy_(_part(slots[other], other, rank, width)[: len(piece)])
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait until all ranks of the host are in this call; see :meth:`HostGroup.barrier`."""

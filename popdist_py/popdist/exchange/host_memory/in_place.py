@@ -101,11 +101,11 @@ class InPlace:
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
         """Return the shared memory of each rank at ``places``, as flat tensors of ``num_bytes`` and ``dtype``."""
-        found = []
+        memories = []
         for rank, place in enumerate(places):
             start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
-            found.append(self._files[rank][number].memory[start : start + num_bytes].view(dtype))
-        return found
+            memories.append(self._files[rank][number].memory[start : start + num_bytes].view(dtype))
+        return memories
 
     def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
         """Return the reduction by ``op`` of all ranks' tensors at ``places``, which are like ``tensor``."""

@@ -187,24 +187,24 @@ class SegmentExchange:
         """Return the segments of all other ranks; None on all ranks if any rank lacks or cannot open a segment."""
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
-        found: dict[int, PeerSegment] = {}
+        peers: dict[int, PeerSegment] = {}
         with ExitStack() as stack:
             listener = stack.enter_context(_listen(token.hex()))
             tokens = self._values_of_all("tokens", token.hex())
             connections = {
-                rank: stack.enter_context(made)
-                for rank, theirs in enumerate(tokens)
-                if rank != self._rank and (made := _connect(theirs, self._rank)) is not None
+                rank: stack.enter_context(opened)
+                for rank, their_token in enumerate(tokens)
+                if rank != self._rank and (opened := _connect(their_token, self._rank)) is not None
             }
-            asked = self._values_of_all("connections", sorted(connections))
-            self._serve(listener, segment, sum(self._rank in them for them in asked))
+            connected_ranks = self._values_of_all("connections", sorted(connections))
+            self._serve(listener, segment, sum(self._rank in ranks for ranks in connected_ranks))
             for rank, connection in connections.items():
                 if (received := self._receive(connection, tokens[rank])) is not None:
-                    found[rank] = received
-        has_all = len(found) == len(tokens) - 1
+                    peers[rank] = received
+        has_all = len(peers) == len(tokens) - 1
         if all(self._values_of_all("found", has_all)):
-            return found
-        for peer in found.values():
+            return peers
+        for peer in peers.values():
             os.close(peer.descriptor)
         return None
 
@@ -222,9 +222,9 @@ class SegmentExchange:
                 with connection:
                     connection.settimeout(_ACCEPT_SECONDS)
                     is_ours = _peer_of(connection)[1] == os.geteuid()
-                    if is_ours and len(said := connection.recv(_RANK.size)) == _RANK.size:
+                    if is_ours and len(rank_bytes := connection.recv(_RANK.size)) == _RANK.size:
                         socket.send_fds(connection, [b"."], [segment.descriptor])
-                        served.add(_RANK.unpack(said)[0])
+                        served.add(_RANK.unpack(rank_bytes)[0])
 
     def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
         """Return the segment whose descriptor comes over ``connection``; None if the segment lacks ``token``."""

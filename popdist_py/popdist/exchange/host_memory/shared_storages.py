@@ -114,18 +114,18 @@ class StoragePool:
 
 def move(storage: UntypedStorage) -> None:
     """Move a storage that nobody uses now into a memory file. Raises BackendError if there is no room."""
-    made, file = _make(storage.nbytes())
-    made.copy_(storage, non_blocking=False)
+    new_storage, file = _make(storage.nbytes())
+    new_storage.copy_(storage, non_blocking=False)
     # the storage is recorded before the swap, so that a fork at any time finds it
-    _remember(storage, made.data_ptr(), file, torch_private.descriptor_of(made))
-    torch_private.swap_memory(storage, made)
+    _remember(storage, new_storage.data_ptr(), file, torch_private.descriptor_of(new_storage))
+    torch_private.swap_memory(storage, new_storage)
 
 
 def find(storage: UntypedStorage) -> SharedStorage | None:
     """Return the record of ``storage`` if the storage is in a memory file of this process; otherwise None."""
-    found = _shared.get(storage.data_ptr())
-    if found is not None and found.storage == StorageWeakRef(storage):
-        return found
+    shared = _shared.get(storage.data_ptr())
+    if shared is not None and shared.storage == StorageWeakRef(storage):
+        return shared
     release_gone()
     return None
 
@@ -143,9 +143,9 @@ def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
         segment.grow(whole_pages(num_bytes) + PAGE_BYTES)
         file = MappedFile(segment.descriptor)
         duplicated = SimpleNamespace(detach=partial(os.dup, segment.descriptor))  # torch closes the duplicate
-        made: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
+        first_storage: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
         # before torch 2.9, tensors and the first object that was made are different objects of a storage
-        storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(made).untyped_storage()
+        storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(first_storage).untyped_storage()
     except (OSError, ValueError, RuntimeError) as error:
         raise BackendError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
     finally:

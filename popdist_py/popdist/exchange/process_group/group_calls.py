@@ -239,8 +239,8 @@ def _all_to_all_single(
 ) -> None:
     """Send each rank a part of ``tensor``, cut along dim 0, and receive parts; empty lengths mean equal parts."""
     place = place_of(output)
-    given = _apart(flat_values(tensor), [place])
-    host.all_to_all(_cut(place, output, received, host), _cut(given, tensor, sent, host))
+    flat = _apart(flat_values(tensor), [place])
+    host.all_to_all(_cut(place, output, received, host), _cut(flat, tensor, sent, host))
     give_back([output], [place])
 
 
@@ -469,9 +469,9 @@ def check_splits(output: Tensor, input: Tensor, lengths: Sequence[Sequence[int]]
 
 def _check_dtypes(tensors: Sequence[Tensor]) -> None:
     if len({tensor.dtype for tensor in tensors}) > 1:
-        found = ", ".join(sorted({_describe(tensor) for tensor in tensors}))
+        kinds = ", ".join(sorted({_describe(tensor) for tensor in tensors}))
         raise RuntimeError(
-            f"popdist::alltoall: input and output tensors must have the same type, but there are {found}"
+            f"popdist::alltoall: input and output tensors must have the same type, but there are {kinds}"
         )
 
 

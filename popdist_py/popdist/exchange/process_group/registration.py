@@ -46,16 +46,16 @@ def remember_wrappers() -> "WeakSet[nn.Module]":
     from torch.nn.modules.module import register_module_module_registration_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    made: WeakSet[nn.Module] = WeakSet()
+    wrappers: WeakSet[nn.Module] = WeakSet()
 
     def remember(wrapper: "nn.Module", _name: str, _module: object) -> None:
         fsdp = sys.modules.get("torch.distributed.fsdp")  # this module is loaded if any such wrapper exists
         is_fsdp = fsdp is not None and isinstance(wrapper, fsdp.FullyShardedDataParallel)
         if is_fsdp or isinstance(wrapper, DistributedDataParallel):
-            made.add(wrapper)
+            wrappers.add(wrapper)
 
     register_module_module_registration_hook(remember)
-    return made
+    return wrappers
 
 
 def _create(options: Any, _backend_options: object) -> "ProcessGroup":

@@ -73,10 +73,10 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not desc
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized flat tensor of ``size`` elements, if possible in memory for all ranks to map."""
-        made = torch.empty(0, dtype=dtype, device=device)
+        empty = torch.empty(0, dtype=dtype, device=device)
         if self.pool is None or not self.supports_tensor_alloc(device) or not size:
-            return made.new_empty(size)
-        return made.set_(self.pool.storage(size * made.element_size()), 0, (size,), (1,))
+            return empty.new_empty(size)
+        return empty.set_(self.pool.storage(size * empty.element_size()), 0, (size,), (1,))
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
@@ -84,9 +84,9 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not desc
 
 
 def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    made = torch_private_groups.connect_gloo(store, rank, size, timeout, None)
-    never_destroy_in_children(made)
-    return made
+    gloo = torch_private_groups.connect_gloo(store, rank, size, timeout, None)
+    never_destroy_in_children(gloo)
+    return gloo
 
 
 def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
@@ -132,8 +132,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         torch_private_groups.have_shut_down(PopdistProcessGroup)
         super().__init__(rank, size)
         names = Names(members=members)
-        own = PrefixStore("popdist", store)
-        member = Member(store=own, rank=rank, names=names, timeout_seconds=timeout.total_seconds())
+        popdist_store = PrefixStore("popdist", store)
+        member = Member(store=popdist_store, rank=rank, names=names, timeout_seconds=timeout.total_seconds())
         self._host = connect(member, machine(), lambda part: _connected_gloo(part, rank, size, timeout))
         self._store = store
         self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, self._host.set_timeout)
@@ -164,10 +164,10 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         if not name or not is_distinct:
             install_kernels(accelerator.dispatch_key(device.type))
             return None
-        made = accelerator.connect(device.type, PrefixStore(name, self._store), rank, size, timeout)
-        never_destroy_in_children(made)
+        backend = accelerator.connect(device.type, PrefixStore(name, self._store), rank, size, timeout)
+        never_destroy_in_children(backend)
         self._register_backend(
-            torch.device(device.type), getattr(dist.ProcessGroup.BackendType, name.upper()), made
+            torch.device(device.type), getattr(dist.ProcessGroup.BackendType, name.upper()), backend
         )
         return torch.device(device.type)
 
@@ -357,13 +357,13 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:
     method = "recv_anysource" if name == "recv_any_source_" else name.removesuffix("_")
 
     def kernel(*arguments: Any) -> object:
-        data, given = [], {}
+        data, named = [], {}
         for argument, value in zip(names, arguments, strict=False):
             if argument in _NO_DATA:
-                given[argument] = value
+                named[argument] = value
             else:
                 data.append(value)
-        group = dist.ProcessGroup.unbox(given["process_group"])
+        group = dist.ProcessGroup.unbox(named["process_group"])
         calls = getattr(group, "message_calls" if options is None else "calls", None)
         if calls is None and torch_private.is_older_than(2, 11):
             return torch_private_groups.call_torchs_kernel(name, group, arguments)
@@ -373,7 +373,7 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:
         elif call is not None and type(call.options) is options:
             opts = (call.options,)
         else:
-            opts = (_options(options, given, call),)
+            opts = (_options(options, named, call),)
         first = _first_tensor(data)
         if method == "barrier":
             data.clear()  # a tensor that only selects the backend
@@ -389,10 +389,10 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:
     return kernel
 
 
-def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> Any:
-    made = make()
+def _options(make: Any, named: dict[str, Any], call: DispatchedCall | None) -> Any:
+    options = make()
     for name, field in _FIELDS.items():
-        value = given.get(name)
+        value = named.get(name)
         if value is None:
             continue
         if name == "reduce_op":
@@ -401,8 +401,8 @@ def _options(make: Any, given: dict[str, Any], call: DispatchedCall | None) -> A
             if value < 0:
                 continue
             value = timedelta(milliseconds=value)
-        setattr(made, field, value)
-    return made
+        setattr(options, field, value)
+    return options
 
 
 def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
@@ -435,8 +435,8 @@ def _call_group(
     if method == "scatter":
         return calls.scatter(*data, *opts).boxed()
     if call is None:  # if the operator was called directly, its work is torch's and cannot fail later
-        for given in opts:
-            given.asyncOp = False
+        for options in opts:
+            options.asyncOp = False
         return getattr(calls, method)(*data, *opts).boxed()
     if method == "allreduce":
         call.work = calls.allreduce(data[0], opts[0], call.may_move)
@@ -463,7 +463,7 @@ def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, .
 def _first_tensor(data: Sequence[Any]) -> Any:
     """Return the first tensor in ``data`` (tensors, nested lists of tensors, numbers); None without a tensor."""
     for value in data:
-        found = _first_tensor(value) if isinstance(value, list | tuple) else value
-        if isinstance(found, Tensor):
-            return found
+        tensor = _first_tensor(value) if isinstance(value, list | tuple) else value
+        if isinstance(tensor, Tensor):
+            return tensor
     return None

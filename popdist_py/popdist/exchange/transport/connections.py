@@ -100,11 +100,11 @@ class Connections:
     def _connect(self, store: Store) -> Any:
         with as_backend_error(f"{self.names.of([self.instance_index])} could not be connected with the others"):
             timeout = timedelta(seconds=self.timeout_seconds)
-            made = torch_private_groups.connect_gloo(
+            gloo = torch_private_groups.connect_gloo(
                 store, self.instance_index, self.num_instances, timeout, self._address
             )
-        never_destroy_in_children(made)
-        return made
+        never_destroy_in_children(gloo)
+        return gloo
 
     def between_hosts(self) -> SeveralHosts:
         """Return the collectives over several hosts; in a job on one host, collectives by messages over gloo."""
@@ -133,9 +133,9 @@ class Connections:
         backend = accelerator.collectives_of(device_type)
         with as_backend_error(f"{self.names.of([self.instance_index])} could not start {backend}"):
             store, timeout = PrefixStore(f"{name}/{backend}", self._store), timedelta(seconds=self.timeout_seconds)
-            made = accelerator.connect(device_type, store, self.instance_index, self.num_instances, timeout)
-            never_destroy_in_children(made)
-            return made
+            direct = accelerator.connect(device_type, store, self.instance_index, self.num_instances, timeout)
+            never_destroy_in_children(direct)
+            return direct
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
         """Return the channel for tensors on ``devices``; None for several device types, or one host's CPUs."""

@@ -143,22 +143,22 @@ class Member:
 
     def values_of_all(self, what: str, value: object) -> list[Any]:
         """Exchange ``value`` over the store; return the values of all ranks, in rank order."""
-        called = [self.names.of([rank]) for rank in range(self.size)]
-        return values_of_all(PrefixStore(what, self.store), self.rank, called, value, self.timeout_seconds)
+        names = [self.names.of([rank]) for rank in range(self.size)]
+        return values_of_all(PrefixStore(what, self.store), self.rank, names, value, self.timeout_seconds)
 
     def share_memory(self, num_local: int, prefix: str) -> HostCollectives | None:
         """Return the collectives of this host's ``num_local`` ranks; None on all ranks if a host cannot share."""
-        found = HostCollectives.connect(
+        collectives = HostCollectives.connect(
             PrefixStore(prefix, self.store),
             self.rank,
             num_local,
             names=self.names,
             timeout_seconds=self.timeout_seconds,
         )
-        if num_local == self.size or all(self.values_of_all(f"{prefix}/found", found is not None)):
-            return found
-        if found is not None:
-            found.close()
+        if num_local == self.size or all(self.values_of_all(f"{prefix}/found", collectives is not None)):
+            return collectives
+        if collectives is not None:
+            collectives.close()
         return None
 
 
@@ -302,12 +302,12 @@ class SeveralHosts:
         """Copy the tensor of each rank into ``outputs[rank]``; all tensors must have the same length."""
         place = self._place
         with self._call():
-            mine = self._peers.all_gather(tensor)()
+            gathered = self._peers.all_gather(tensor)()
             if self._local is None:
-                rows = [mine]
+                rows = [gathered]
             else:
-                rows = [torch.empty_like(mine) for _ in range(place.num_local)]
-                self._local.all_gather([row.view(-1) for row in rows], mine.view(-1))
+                rows = [torch.empty_like(gathered) for _ in range(place.num_local)]
+                self._local.all_gather([row.view(-1) for row in rows], gathered.view(-1))
             for rank, output in enumerate(outputs):
                 output.copy_(rows[rank % place.num_local][rank // place.num_local])
 

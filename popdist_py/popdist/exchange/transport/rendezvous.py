@@ -51,9 +51,9 @@ def own_address(contract: Contract) -> str | None:
     if contract.store is None:
         return None
     family = _family(contract.store.host)  # the route to instance 0 decides, so that a job uses one network
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # connect(2) sends nothing here, but chooses the route
-        asked.connect((contract.store.host, contract.store.port))
-        return str(asked.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connect(2) sends nothing here, but chooses the route
+        probe.connect((contract.store.host, contract.store.port))
+        return str(probe.getsockname()[0])
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:

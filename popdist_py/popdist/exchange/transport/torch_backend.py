@@ -186,9 +186,9 @@ class MemoryOfSubsets:
 
     def close(self) -> None:
         """Leave the shared memory of all subsets; the other instances detect that this instance has left."""
-        for made in self._made.values():
-            if made is not None:
-                made.close()
+        for collectives in self._made.values():
+            if collectives is not None:
+                collectives.close()
 
     def _make(self, instances: tuple[int, ...]) -> HostCollectives | None:
         host, short_messages = self._connections.host, self._connections.short_messages
@@ -206,10 +206,10 @@ class MemoryOfSubsets:
         """Exchange ``number`` with ``instances``, in a message that differs from headers; return all numbers."""
         message = _SUBSET_MESSAGE.pack(_SUBSET_MARK, number).ljust(self._connections.header_bytes, b"\0")
         received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
-        found = [_SUBSET_MESSAGE.unpack_from(theirs) for theirs in received]
-        if any(mark != _SUBSET_MARK for mark, _ in found):
+        unpacked = [_SUBSET_MESSAGE.unpack_from(data) for data in received]
+        if any(mark != _SUBSET_MARK for mark, _ in unpacked):
             raise BackendError(f"{self._connections.names.of(instances)} do not share memory at the same time")
-        return [theirs for _, theirs in found]
+        return [other_number for _, other_number in unpacked]
 
 
 def _page_of(group: HostGroup) -> Reservation | None:

@@ -165,11 +165,11 @@ class TwoLevelReduction:
 
     def _start_scatter(self, shares: Tensor, step: Op) -> Arrival:
         """Combine shares in the host's memory; start sending each peer its share; return a function that waits."""
-        mine = shares[self._local]
+        share = shares[self._local]
         if self._local_collectives is not None:
-            mine = torch.empty_like(mine)
-            self._local_collectives.reduce_scatter(mine.view(-1), _parts(shares), step)
-        arrival = self._peers.all_to_all(mine)
+            share = torch.empty_like(share)
+            self._local_collectives.reduce_scatter(share.view(-1), _parts(shares), step)
+        arrival = self._peers.all_to_all(share)
         return lambda: self._combine(arrival(), step)
 
     def _combine(self, received: Tensor, step: Op) -> Tensor:

@@ -37,16 +37,16 @@ def are_distinct(
         warns: Whether to warn if members share an accelerator. False if poprun planned this and has already
             warned.
     """
-    own = b"" if device is None else accelerator.identity_of(device, host)
-    kind = b"" if device is None else accelerator.name_of(device).encode()[:_NAME_BYTES]
+    identity = b"" if device is None else accelerator.identity_of(device, host)
+    model = b"" if device is None else accelerator.name_of(device).encode()[:_NAME_BYTES]
     size_bytes = accelerator.IDENTITY_BYTES + _NAME_BYTES
-    mine = torch.frombuffer(bytearray((own + kind).ljust(size_bytes, b"\0")), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray((identity + model).ljust(size_bytes, b"\0")), dtype=torch.uint8)
     rows = mine.new_empty(size, size_bytes)
     collectives.all_gather([*rows], mine)
-    found = [row.numpy().tobytes() for row in rows]
-    devices = [it[: accelerator.IDENTITY_BYTES] for it in found if any(it)]
+    gathered = [row.numpy().tobytes() for row in rows]
+    devices = [it[: accelerator.IDENTITY_BYTES] for it in gathered if any(it)]
     if rank == 0 and devices:
-        _warn_of_kinds({it[accelerator.IDENTITY_BYTES :].rstrip(b"\0") for it in found if any(it)})
+        _warn_of_kinds({it[accelerator.IDENTITY_BYTES :].rstrip(b"\0") for it in gathered if any(it)})
         if warns and len(set(devices)) < len(devices):
             _warn(
                 f"several instances compute on one device, such as {device}: their tensors go over the memory of "

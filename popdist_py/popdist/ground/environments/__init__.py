@@ -49,11 +49,11 @@ class Environment:
 
         Raises ContractError if poprun has given the replicas another number.
         """
-        found = self.contract.ipus_per_replica
-        if count in (None, found) or not self.says_replicas:
-            return found if count is None else count
+        of_job = self.contract.ipus_per_replica
+        if count in (None, of_job) or not self.says_replicas:
+            return of_job if count is None else count
         raise ContractError(
-            f"ipus_per_replica={count}, and poprun gave each replica {found}: start the program with "
+            f"ipus_per_replica={count}, and poprun gave each replica {of_job}: start the program with "
             f"--ipus-per-replica {count}, or leave ipus_per_replica out"
         )
 
@@ -101,22 +101,22 @@ def detect(env: Mapping[str, str]) -> Environment:
 
 def _detect_ranks(env: Mapping[str, str]) -> Environment:
     """Return the job that another launcher's ranks describe, with one replica for each instance."""
-    found = [
+    environments = [
         Environment(launcher=launcher, contract=job)
         for launcher, read in _READERS.items()
         if (job := read(env)) is not None
     ]
     jobs = {
         (environment.contract.instance_index, environment.contract.num_instances): environment
-        for environment in found
+        for environment in environments
     }
     if len(jobs) > 1:
         launchers = "; ".join(
             f"{environment.launcher} tells of rank {rank} of {size}" for (rank, size), environment in jobs.items()
         )
         raise ContractError(f"{launchers}: start the program with one launcher, not with two inside each other")
-    if found:
-        return found[0]
+    if environments:
+        return environments[0]
     if (job := read_slurm(env)) is not None:  # last, because srun may have started torchrun or the MPI runtime
         return Environment(launcher=Launcher.SLURM, contract=job, first_node=first_node(env.get(NODES, "")))
     return Environment(launcher=Launcher.NONE, contract=Contract())

@@ -29,11 +29,11 @@ def opened_own_folder(path: str, *, makes: bool = False, may_be_for_all: bool = 
     replace files of another user.
     """
     with opened_parent(f"{path}/.", makes=makes) as (folder, _):
-        found = os.fstat(folder)
-        if found.st_uid not in (0, os.geteuid()):
-            why = f"it belongs to another user (number {found.st_uid}): name a folder of your own"
+        status = os.fstat(folder)
+        if status.st_uid not in (0, os.geteuid()):
+            why = f"it belongs to another user (number {status.st_uid}): name a folder of your own"
             raise PermissionError(errno.EPERM, why, path)
-        if found.st_mode & stat.S_IWOTH and not (may_be_for_all and found.st_mode & stat.S_ISVTX):
+        if status.st_mode & stat.S_IWOTH and not (may_be_for_all and status.st_mode & stat.S_ISVTX):
             raise PermissionError(
                 errno.EPERM, "every user may write there: chmod o-w, or name another folder", path
             )
@@ -95,13 +95,13 @@ def _target(folder: int, name: str, rest: list[str]) -> str | None:
     except FileNotFoundError:
         return None
     try:
-        found = os.fstat(link)
-        if not stat.S_ISLNK(found.st_mode):
+        status = os.fstat(link)
+        if not stat.S_ISLNK(status.st_mode):
             return None
         target = os.readlink("", dir_fd=link)
     finally:
         os.close(link)
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         place = _place(folder, name)
         leads_to = os.path.normpath(os.path.join(os.path.dirname(place), target, *reversed(rest)))
         raise PermissionError(
