@@ -21,7 +21,6 @@ from torchmetrics import Metric
 
 from popdist.errors import BatchError
 from popdist.job import context
-from popdist.job.collectives import gather_json
 from popdist.step.training.ddp_answers import refuse_options
 from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, ReplicaRow, RowLoader, row_loader
 from popdist.trainers.replica_logs import LoggedValue, Logs, combine_logs
@@ -285,7 +284,8 @@ class _SameSteps(Callback):  # type: ignore[misc]  # Lightning has no types
         """Stop all instances if one instance stops."""
         group = context.data_parallel_group()
         if len(group.instances) > 1:
-            trainer.should_stop = any(gather_json(group, "share the wish to stop", bool(trainer.should_stop)))
+            wishes = group.start("share the wish to stop", [int(trainer.should_stop)]).wait()
+            trainer.should_stop = any(wish for (wish,) in wishes)
 
     on_validation_end = on_train_epoch_end = on_train_batch_end
 

@@ -17,7 +17,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from popdist.accelerate import Accelerator
 from popdist.errors import BatchError
 from popdist.job import context
-from popdist.job.collectives import gather_json
 from popdist.trainers.replica_rows import Row
 from popdist.trainers.replica_steps import in_replica_order
 
@@ -194,9 +193,8 @@ class _Together(transformers.TrainerCallback):
     def on_step_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> Any:
         """Stop, save, evaluate and log on all instances if a callback of one instance wishes it."""
         if len(self._group.instances) > 1:
-            wishes = gather_json(
-                self._group, "share the wishes of callbacks", [getattr(control, it) for it in _WISHES]
-            )
+            own = [int(getattr(control, name)) for name in _WISHES]
+            wishes = self._group.start("share the wishes of callbacks", own).wait()
             for name, of_instances in zip(_WISHES, zip(*wishes, strict=True), strict=True):
                 setattr(control, name, any(of_instances))
         return control

@@ -1,4 +1,4 @@
-"""A program for Lightning's Trainer and for Fabric, with noise and dropout; its lines name the bits of its state."""
+"""A program for Lightning's Trainer and for Fabric, with noise and dropout, that prints the bits of its state."""
 
 import sys
 from pathlib import Path
@@ -48,9 +48,8 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # Lightning 
 
     def on_train_batch_end(self, _outputs: Any, _batch: Any, _batch_idx: int) -> None:
         """Print the logged values."""
-        if self.global_rank == 0:
-            values = {name: value.item() for name, value in sorted(self.trainer.callback_metrics.items())}
-            print(f"logged {self.global_step}: {values}", flush=True)
+        values = {name: value.item() for name, value in sorted(self.trainer.callback_metrics.items())}
+        self.print(f"logged {self.global_step}: {values}", flush=True)
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with a schedule in steps."""
@@ -76,9 +75,8 @@ def with_trainer(folder: Path, begin: str | None) -> None:
     module, data = Classifier(), Noisy()
     loader = DataLoader(data, batch_size=4, shuffle=True)
     trainer.fit(module, loader, DataLoader(data, batch_size=4), ckpt_path=begin)
-    if trainer.is_global_zero:
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        print(f"trainer: rate {rate:.4f}, {popdist.checksum(module)}", flush=True)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    module.print(f"trainer: rate {rate:.4f}, {popdist.checksum(module)}", flush=True)
 
 
 def with_fabric(folder: Path, begin: str | None) -> None:
@@ -89,7 +87,7 @@ def with_fabric(folder: Path, begin: str | None) -> None:
     net, data = network(), Noisy()
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 400)
-    loaders = [DataLoader(data, batch_size=4) for _ in range(2)]  # in order: Fabric counts epochs anew after a load
+    loaders = [DataLoader(data, batch_size=4) for _ in range(2)]  # not shuffled: a load begins with epoch 0 again
     train, test = fabric.setup_dataloaders(*loaders)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0}
     if begin:
