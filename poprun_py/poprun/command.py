@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from popdist.ground.contract import NUM_THREADS
-from poprun.cli.command_line import CommandLine, help_page, misspelled_variables, origins, read_command_line
+from poprun.cli.command_line import CommandLine, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
 from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.hosts.probe.machine import find_allocation, machine_facts, own_names, starter_of_many
@@ -46,6 +46,8 @@ def run(words: Sequence[str]) -> int:
     if not (line.program or line.starts_job) and words[-1:] in (["true"], ["false"]) and words[-2:-1]:
         screen.log(f"warning: {words[-1]} is the value of {words[-2]}: write -- before the program {words[-1]}")
     if line.shows_help:
+        from poprun.cli.help_page import help_page
+
         screen.print_out(help_page(is_whole=line.shows_whole_help))
         return 0
     if line.prints_version or line.version_format is not None:

@@ -1,24 +1,21 @@
-"""The command line of poprun: parsing of arguments, environment variables and files of options, and help pages.
+"""The command line of poprun: parsing of arguments, environment variables and files of options.
 
-click parses one argument at a time, so that poprun can also accept PopRun's forms: abbreviated names, ``--vv``,
-and a boolean value after a switch. The first argument that is no option begins the program's command line.
+getopt parses one argument at a time, so that poprun can also accept PopRun's forms: abbreviated names, ``--vv``,
+and a boolean value after a switch. The first argument that is no option begins the program's command line. click,
+which parses the command lines of the other programs, would take a tenth of poprun's start.
 """
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from getopt import GetoptError, getopt
 from typing import Any, Final
-
-import click
 
 from poprun.cli.options import (
     BOOLEANS,
-    COMMON,
-    EXAMPLES,
     HELP_ALL,
-    INTRO,
     LINE,
     OPTIONS,
     REQUEST,
@@ -221,33 +218,26 @@ def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
         )
 
 
-class _Parameter(click.Option):
-    """An option of the table as an option of click; each switch has a second option of click for ``--no-…``."""
-
-    def __init__(self, option: Option, *, is_negated: bool = False) -> None:
-        self.option = option
-        self.is_negated = is_negated
-        short = [f"-{option.short}"] if option.short and not is_negated else []
-        super().__init__([f"--{'no-' if is_negated else ''}{option.name}", *short], count=option.kind.is_counted)
+@cache
+def _forms() -> Mapping[str, tuple[Option, bool]]:
+    """Return each form in which a user may write an option, with the option and whether the form negates it."""
+    forms = {f"--{option.name}": (option, False) for option in OPTIONS}
+    forms |= {f"-{option.short}": (option, False) for option in OPTIONS if option.short}
+    return forms | {f"--no-{option.name}": (option, True) for option in OPTIONS if option.kind.is_switch}
 
 
 @cache
-def _command() -> click.Command:
-    switches = [option for option in OPTIONS if option.kind.is_switch]
-    options = [*map(_Parameter, OPTIONS), *(_Parameter(option, is_negated=True) for option in switches)]
-    program = click.Argument(["program"], nargs=-1, metavar="PROGRAM [ARGS]...")
-    return click.Command("poprun", params=[*options, program], help=INTRO, add_help_option=False)
-
-
-@cache
-def _parse() -> Callable[[list[str]], tuple[dict[str, Any], list[str], list[click.Parameter]]]:
-    return _command().make_parser(click.Context(_command())).parse_args
+def _for_getopt() -> tuple[str, tuple[str, ...]]:
+    """Return the short and the long forms as getopt asks for them: with a mark behind a form that has a value."""
+    marks = {form: "" if option.kind.is_counted else "=" for form, (option, _) in _forms().items()}
+    short = [f"{form[1]}{':' if mark else ''}" for form, mark in marks.items() if not form.startswith("--")]
+    return "".join(short), tuple(f"{form[2:]}{marks[form]}" for form in long_names())
 
 
 @cache
 def long_names() -> tuple[str, ...]:
     """Return all long options that a user may write, also ``--no-…`` for each switch."""
-    return tuple(sorted(name for one in _command().params for name in one.opts if name.startswith("--")))
+    return tuple(sorted(name for name in _forms() if name.startswith("--")))
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
@@ -283,34 +273,29 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
         raise _unknown(written)
     name = "-vv" if written == "--vv" else _whole_name(written)
     try:
-        texts, _, order = _parse()([f"{name}{equals}{value}", _NEXT])
-    except click.NoSuchOption as error:
-        raise _unknown(written if written.startswith(error.option_name) else error.option_name) from None
-    except click.BadOptionUsage:
-        raise UsageError(f"{written} takes no value, and {value!r} was given: write {name}") from None
-    found = []
-    for parameter in order:
-        if isinstance(parameter, _Parameter):
-            text = "" if parameter.option.kind.is_counted else texts[str(parameter.name)]
-            if not name.startswith("--"):
-                text = text.removeprefix("=")
-            found.append((parameter.option, _whole_text(parameter, text, words)))
-    return found
+        found, _ = getopt([f"{name}{equals}{value}", _NEXT], *_for_getopt())
+    except GetoptError as error:
+        if name.startswith("--"):
+            raise UsageError(f"{written} takes no value, and {value!r} was given: write {name}") from None
+        raise _unknown(written if written.startswith(f"-{error.opt}") else f"-{error.opt}") from None
+    return [(_forms()[form][0], _whole_text(form, text, words)) for form, text in found]
 
 
-def _whole_text(parameter: _Parameter, text: str, words: deque[str]) -> str | None:
-    """Return the text of one option: what click read, or the next of ``words``; None if ``words`` is empty.
+def _whole_text(form: str, text: str, words: deque[str]) -> str | None:
+    """Return the text of one option: what getopt read, or the next of ``words``; None if ``words`` is empty.
 
     A switch uses the next word only if this word means yes or no.
     """
-    if not parameter.option.kind.is_switch:
+    option, is_negated = _forms()[form]
+    if not form.startswith("--"):
+        text = text.removeprefix("=")
+    if not option.kind.is_switch:
         return text if text != _NEXT else words.popleft() if words else None
     if text == _NEXT:
         text = words.popleft() if words and words[0].lower() in BOOLEANS else "yes"
     if text.lower() not in BOOLEANS:
-        name = parameter.opts[0]
-        raise UsageError(f"{name}={text} is neither yes nor no: write {name}=yes or {name}=no")
-    return "yes" if BOOLEANS[text.lower()] != parameter.is_negated else "no"
+        raise UsageError(f"{form}={text} is neither yes nor no: write {form}=yes or {form}=no")
+    return "yes" if BOOLEANS[text.lower()] != is_negated else "no"
 
 
 def _whole_name(written: str) -> str:
@@ -368,42 +353,3 @@ def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
     for name in unknown:
         for nearest in get_close_matches(name, known, n=1, cutoff=0.9):
             yield f"{name} sets no option: did you mean {nearest}?"
-
-
-def help_page(*, is_whole: bool) -> str:
-    """Return the help page: with all options if ``is_whole``, otherwise with the options that most jobs use."""
-    context = click.Context(_command(), info_name="poprun", max_content_width=80)
-    formatter = context.make_formatter()
-    context.command.format_usage(context, formatter)
-    context.command.format_help_text(context, formatter)
-    if is_whole:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for option in OPTIONS:
-            sections.setdefault(option.group, []).append((_usage(option), option.help))
-        _write_sections(formatter, sections)
-        end = ""
-    else:
-        by_name = {option.name: option for option in OPTIONS}
-        rows = [
-            (_usage(by_name[name]).replace("[no-]", ""), by_name[name].help.partition(" [default: ")[0])
-            for name in COMMON
-        ]
-        _write_sections(formatter, {"Options that most jobs use": rows})
-        end = f"\npoprun {HELP_ALL} shows all {len(OPTIONS)} options.\n"
-    formatter.write(f"\n{EXAMPLES}{end}")
-    return formatter.getvalue()
-
-
-def _write_sections(formatter: click.HelpFormatter, sections: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """Write one table of options and explanations per section; the columns of all tables have the same width."""
-    widest = max(len(usage) for rows in sections.values() for usage, _ in rows)
-    for heading, rows in sections.items():
-        with formatter.section(heading):
-            formatter.write_dl([(usage.ljust(widest), text) for usage, text in rows], col_max=widest)
-
-
-def _usage(option: Option) -> str:
-    """Return an option as a help page shows it, such as ``-n, --num-instances N`` or ``--[no-]dry-run``."""
-    short = f"-{option.short}, " if option.short else ""
-    negation = "[no-]" if option.kind.is_switch else ""
-    return f"{short}--{negation}{option.name} {option.kind.metavar}".rstrip()
