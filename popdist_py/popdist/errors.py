@@ -192,7 +192,7 @@ def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs
     return f"{noun} {listed}" if listed.isdecimal() else f"{noun}s {listed}"
 
 
-_OF_ALL: Final = re.compile(
+_OF_ALL: Final = (
     r"(?:^|, in )(checkpoint\.\w+|Mean\.compute|weighted_mean|all_reduce|all_gather|gather|broadcast\w*|barrier)\("
 )
 """A pattern of calls that all instances must make, but that programs often make inside ``if is_main():``."""
@@ -200,7 +200,7 @@ _OF_ALL: Final = re.compile(
 
 def remedy_of_lone_call(calls: Iterable[str]) -> str:
     """Return a remedy if ``calls`` has a call that programs make on one instance only; otherwise empty text."""
-    found = [match[1] for call in calls if (match := _OF_ALL.search(call))]
+    found = [match[1] for call in calls if (match := re.search(_OF_ALL, call))]
     if len(found) != 1:
         return ""
     (name,) = found

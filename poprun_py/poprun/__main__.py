@@ -5,6 +5,7 @@ an import, Ctrl-C would show a traceback or be lost.
 """
 
 import _signal  # type: ignore[import-not-found]  # signal would load more modules
+import gc
 import os
 import sys
 
@@ -14,6 +15,7 @@ _SOFTWARE = 70  # EX_SOFTWARE of sysexits.h, the exit code for every lack of mem
 def main() -> None:
     """Run poprun with the arguments of this process, then end the process with poprun's exit code."""
     _end_at_interrupt()
+    gc.disable()  # until the job runs: the collector would go through all modules again and again as they load
     exit_code = run_command(sys.argv[1:])
     try:
         sys.stdout.flush()

@@ -27,11 +27,11 @@ from poprun.text import screen
 from poprun.text.screen import VersionFormat
 
 if TYPE_CHECKING:
+    from poprun.outcome import JobOutcome
     from poprun.plan.inventory import Cluster
     from poprun.plan.render.table import Details
-    from poprun.start import JobOutcome
 
-_OF_POPRUN: Final = re.compile("(-n|--num-instances|--num-replicas)(=.*)?")
+_OF_POPRUN: Final = "(-n|--num-instances|--num-replicas)(=.*)?"
 _ENGINES_OWN: Final = ("host", "num-instances", "image")  # options that a batch script gives to Slurm
 
 
@@ -60,7 +60,7 @@ def run(words: Sequence[str]) -> int:
     if not (line.program or line.given):
         raise _no_program(line)
     if line.starts_job:
-        from poprun.start import JobOutcome, reported
+        from poprun.outcome import JobOutcome, reported
 
         outcome = JobOutcome(files=line.values.get("ending", {}).get("report_files", ()))
         with reported(outcome):
@@ -99,12 +99,12 @@ def _examine_machine(line: CommandLine) -> int:
 
 def _problems_of_hosts(line: CommandLine) -> str:
     """Return why a job cannot run on the hosts that ``line`` names; an empty text if it can run there."""
-    from poprun.start import find_network, forget_key
+    from poprun.hosts.job_network import find_network, forget_key
 
     try:
         plan, _ = _plan(line)
         plan = replace(plan, program=plan.program or (sys.executable,))
-        forget_key(plan, find_network(plan, 0))
+        forget_key(plan, find_network(plan, os.environ, 0))
     except PoprunError as error:
         return str(error)
     return ""
@@ -125,7 +125,8 @@ def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
 
 def _start(line: CommandLine, outcome: "JobOutcome") -> int:
     """Plan the job, lease its devices, start the job and wait for its end; return poprun's exit code."""
-    from poprun.start import find_network, forget_key, run_job
+    from poprun.hosts.job_network import find_network, forget_key
+    from poprun.start import run_job
 
     check_system()
     if launcher := starter_of_many(os.environ):
@@ -141,7 +142,7 @@ def _start(line: CommandLine, outcome: "JobOutcome") -> int:
             "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
         )
     outcome.begin(plan)
-    network = find_network(plan, line.verbosity)
+    network = find_network(plan, os.environ, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
     leased = None
@@ -253,7 +254,7 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
         screen.log(f"warning: there is no file {script} in {working_directory}, which {words[0]} shall run")
     follows = words[words.index(script) + 1 :][:1] if script in words else ()
     is_counted = "num_instances" in line.values.get("request", {})
-    if any(map(_OF_POPRUN.fullmatch, follows)) and not is_counted:
+    if any(re.fullmatch(_OF_POPRUN, word) for word in follows) and not is_counted:
         screen.log(f"warning: {follows[0]} goes to {script}: poprun's own options stand before the program")
     return words
 

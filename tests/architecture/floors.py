@@ -10,8 +10,8 @@ from tests.architecture.source_tree import words
 _LOWEST_FIRST: Final = {
     "popsize": "errors phases svg < hardware model < constants stages < catalogue < mapping < footprint < duration"
     " < search < cases tables < picture",
-    "poprun": "errors makers < text < plan < launch < hosts < devices < observe < job < cli vipu < start size"
-    " < command < __main__",
+    "poprun": "errors makers < text < plan < launch < hosts < devices < observe < job < cli vipu < outcome"
+    " < attempts < start size < command < __main__",
     "poprun.observe": "account < judge < show",
     "popdist": "errors startup < ground < exchange < job < metrics gradients < data < step packing < optim"
     " trainers < phases accelerate lightning fabric < parallel transformers"

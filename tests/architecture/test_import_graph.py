@@ -146,7 +146,7 @@ def test_the_launcher_never_imports_torch() -> None:
         ("poprun.launch.start_shim", AGENT, LEAN),
         ("poprun.launch.agent", AGENT, LEAN),
         ("poprun.observe.account.machine_counters", COUNTERS, LEAN),
-        ("poprun.__main__", words("poprun poprun.__main__"), words("_signal errno os sys")),
+        ("poprun.__main__", words("poprun poprun.__main__"), words("_signal errno gc os sys")),
     ],
 )
 def test_what_starts_fast_loads_little(started: str, ours: frozenset[str], others: frozenset[str]) -> None:

@@ -26,7 +26,7 @@ READERS = {
     "popsize": words(""),
     "poprun": words(
         "cli vipu.py hosts/probe launch devices/lease devices/server hosts/remote_side.py"
-        " text/screen.py command.py start.py size.py"
+        " text/screen.py command.py start.py outcome.py size.py"
     ),
 }
 """Where each package may read ``os.environ``: everybody else is handed what they need."""

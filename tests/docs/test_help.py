@@ -1,4 +1,7 @@
-"""The help pages, word by word: a change of an option is a change of these files."""
+"""The help pages, word by word: a change of an option is a change of these files.
+
+Holds poprun.cli.help_page.
+"""
 
 import re
 import shlex

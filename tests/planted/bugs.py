@@ -60,15 +60,15 @@ BUGS = (
     ),
     Bug(
         "the pause before a restart has no bound",
-        "start.restart_pause_seconds",
+        "attempts.restart_pause_seconds",
         "lambda right: lambda count: 2.0**count",
-        ("unit/test_start.py",),
+        ("unit/test_attempts.py",),
     ),
     Bug(
         "a program killed by a signal gives poprun the signal's number as exit code",
         "record.exit_code",
         "lambda right: lambda end: right(end) % 128",
-        ("unit/test_printed_report.py", "unit/test_start.py"),
+        ("unit/test_printed_report.py", "unit/test_attempts.py"),
     ),
     Bug(
         "line endings are changed",

@@ -3,8 +3,8 @@
 Each program leaves a grandchild in a session of its own; the suite's fixtures prove after each test that nothing
 of it is left.
 
-Holds poprun.job.agents, poprun.job.loop, poprun.job.watchers, poprun.launch.shim, poprun.launch.start_shim and
-poprun.launch.start_rank_shim.
+Holds poprun.job.agents, poprun.job.launched, poprun.job.loop, poprun.job.watchers, poprun.launch.shim,
+poprun.launch.start_shim and poprun.launch.start_rank_shim.
 """
 
 import os
@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.faults.targets import bare_interpreters, named_processes
+from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.process.endings import has_met, num_notes, write_program
 from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun, run, without_stamps
 
@@ -242,6 +243,47 @@ def test_shims_that_nobody_has_seen_are_killed(mpi: MpiEnvironment, words: tuple
 
     assert finished.code == 70
     assert "the MPI runtime has started" not in finished.err
+
+
+HALF_LOADED = """
+import os, signal, sys
+
+from poprun.__main__ import main
+from poprun.launch.process.process_tree import own_tree
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "poprun.attempts":
+            while len(own_tree()) < 3:
+                pass
+            {act}
+
+sys.meta_path.insert(0, Finder())
+main()
+"""
+"""poprun to which something happens when a shim and two agents run, and the module that supervises them loads."""
+
+
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGINT)", 130),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("raise MemoryError", 70),
+        ("raise OSError(24, 'Too many open files')", 70),
+        ("raise ModuleNotFoundError('no module poprun.attempts')", 1),
+    ],
+)
+def test_the_supervisor_cannot_be_loaded(launcher: Poprun, act: str, code: int) -> None:
+    """No program starts, and poprun ends last, unless it is killed."""
+    text = HALF_LOADED.format(act=act)
+
+    finished = run([str(launcher.python), "-c", text, *launcher.options, "-n", "2", "echo", "ran"])
+    left = processes_of(os.environ[TOKEN_VARIABLE])
+
+    assert (finished.code, finished.out) == (code, "")
+    assert code < 0 or left == []
 
 
 def write_script(file: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from poprun.errors import UsageError
 from poprun.observe.account.curves import JobCurves
 from poprun.observe.show import metrics_server
 from poprun.observe.show.metrics_server import MetricsServer
-from poprun.start import _serve_metrics
+from poprun.outcome import _serve_metrics
 from tests.running import DEADLINE_SECONDS, Poprun
 from tests.unit.test_report_file import COUNTERS, END, GOOD, PLAN
 

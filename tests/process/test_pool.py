@@ -1,7 +1,7 @@
 """Jobs that share a machine: they never hold the same virtual IPU, and what they hold comes back at every end.
 
-Holds poprun.devices.lease.claims, poprun.devices.lease.pool_client, poprun.devices.pool.listing, poprun.start and
-poprun.vipu.
+Holds poprun.devices.lease.claims, poprun.devices.lease.pool_client, poprun.devices.pool.listing, poprun.outcome,
+poprun.start and poprun.vipu.
 """
 
 import json

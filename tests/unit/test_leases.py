@@ -1,4 +1,7 @@
-"""What a job holds, in words; and what each host of a job gives it."""
+"""What a job holds, in words; and what each host of a job gives it.
+
+Holds poprun.job.orders and poprun.observe.account.job_identity.
+"""
 
 from dataclasses import replace
 
@@ -10,9 +13,9 @@ from poprun.devices.lease.host_leases import check_machines
 from poprun.devices.lease.local_lease import ipu_claims
 from poprun.devices.pool.records import HeldLease, fold_names
 from poprun.errors import HostsError
-from poprun.job.agents import start_order
+from poprun.job.orders import start_order
 from poprun.launch.routes import HostRoute, JobKey, JobNetwork, remote_words
-from poprun.observe.account.state import JobIdentity
+from poprun.observe.account.job_identity import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod

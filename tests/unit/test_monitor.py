@@ -19,8 +19,9 @@ from poprun.job.record import Record
 from poprun.launch.messages import ProtocolError
 from poprun.launch.messages.control import Link, decode, encode
 from poprun.launch.messages.view import InstanceView, JobView
+from poprun.observe.account.job_identity import JobIdentity
 from poprun.observe.account.judgements import Slowness
-from poprun.observe.account.state import InstanceState, InstanceStatus, JobIdentity, Usage
+from poprun.observe.account.state import InstanceState, InstanceStatus, Usage
 from poprun.observe.judge.watch import PerformanceWatch
 from poprun.observe.show.monitor.job_table import Rate, fit, rates, render
 from poprun.observe.show.monitor.top import draw_views

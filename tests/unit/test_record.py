@@ -19,6 +19,7 @@ from poprun.job.signals import ReceivedSignals
 from poprun.launch.launchers import StartWatch
 from poprun.launch.messages.control import LOST
 from poprun.launch.routes import HostRoute, JobKey, JobNetwork
+from poprun.observe.account.job_identity import JobIdentity
 from poprun.observe.account.state import (
     AGENT_FROZEN,
     AGENT_KILLED,
@@ -32,7 +33,6 @@ from poprun.observe.account.state import (
     SHIM_KILLED,
     InstanceState,
     InstanceStatus,
-    JobIdentity,
     JobSnapshot,
     MemoryCurve,
     Phase,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.output.tracebacks import MAX_HELD_LINES, TracebackFilter
-from poprun.observe.account.state import JobIdentity
+from poprun.observe.account.job_identity import JobIdentity
 from poprun.plan.request import OutputSettings
 from tests.planning import planned
 

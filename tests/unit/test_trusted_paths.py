@@ -17,10 +17,10 @@ from popdist.launching.__main__ import call_function
 from popdist.phases.phase_store import PhaseStore
 from popdist.startup import recording
 from poprun.errors import PlanError, UsageError
+from poprun.hosts.job_network import find_network
 from poprun.hosts.problems import judge_slots
 from poprun.observe.show.trace.collection import prepare_folder
 from poprun.plan.request import TraceSettings
-from poprun.start import find_network
 from tests.planning import planned
 
 MALLORY = 54321
@@ -73,7 +73,7 @@ def test_nothing_is_kept_with_another_user(foreign: Path, whose: str) -> None:
     why = "is a symbolic link of another user" if whose == "link" else "belongs to another user"
 
     with pytest.raises(PlanError, match=f"--executable-cache-path: .*{why}"):
-        find_network(planned(executable_cache_path=str(place)), 0)
+        find_network(planned(executable_cache_path=str(place)), {}, 0)
     with pytest.raises(UsageError, match=f"--trace .*{why}"):
         prepare_folder(planned(trace=TraceSettings(folder=str(place))), "job", 0)
     (foreign / "call.pickle").write_bytes(b"cos\nabort\n(tR.")

@@ -8,34 +8,27 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from poprun.job.agents import AgentLinks, start_order, stop_order
-from poprun.job.output.streams import ProgramStreams
-from poprun.job.policy import KILL_SECONDS, Action, Decision, decide
+from poprun.job.launched import LaunchedAttempt
+from poprun.job.orders import start_order, stop_order
+from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, Record
 from poprun.job.signals import ReceivedSignals
-from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.messages.control import LOST
-from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
-from poprun.launch.process.limits import kill_counts
-from poprun.launch.process.process_tree import ProcessKey, StoppedChildren, end_descendants, own_tree, send
-from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
-from poprun.observe.account.state import JobIdentity, Phase
+from poprun.launch.process.process_tree import ProcessKey, StoppedChildren, own_tree, send
+from poprun.observe.account.state import Phase
 from poprun.observe.judge.job_end import JobEnd, exit_code, first_failure
-from poprun.plan.plan import LauncherKind, LaunchPlan
-from poprun.plan.program_environment import launcher_environment
-from poprun.plan.topology import MpiKind
 from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from poprun.job.watchers import StackWatch, Watcher
 
 _TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
 _LOOK_SECONDS: Final = 1.0  # the same while the programs run
-_LAUNCHER_SECONDS: Final = 0.3  # what agents get to report after the launcher's end, and a launcher to end
-_DRAIN_SECONDS: Final = 5.0  # what a reader of poprun's output gets for what the pipes still hold
+_LAUNCHER_SECONDS: Final = 0.3  # what agents get to report after the launcher's end
 _MOST_LEFT: Final = 3
 
 
@@ -48,66 +41,42 @@ class Attempt:
 
     def __init__(
         self,
-        plan: LaunchPlan,
-        environ: Mapping[str, str],
-        identity: JobIdentity,
+        launched: LaunchedAttempt,
         signals: ReceivedSignals,
-        verbosity: int,
         on_look: "Callable[[Attempt], object] | None",
     ) -> None:
-        self._plan = plan
-        self._environ = environ
-        self._identity = identity
+        self._launched = launched
+        self._plan = launched.plan
+        self._environ = launched.variables
+        self._identity = launched.identity
         self._signals = signals
-        self._verbosity = verbosity
+        self._verbosity = launched.verbosity
         self._on_look = on_look  # called in each turn of the loop
-        self._began_at_epoch_seconds = time.time()
-        self._record = Record(plan, identity, time.monotonic())
-        self._kills_before = kill_counts()
-        has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
-        self._start_watch = StartWatch(time.monotonic(), plan.mpi if has_runtime else None)
+        self._record = Record(launched.plan, launched.identity, launched.began_at_seconds)
+        self._start_watch = launched.start_watch
         self._launcher_ended_early = False
         self._launcher_ended_at_seconds = math.inf
-        self._selector = selectors.DefaultSelector()
-        self._links = AgentLinks(plan.num_instances, self._selector, identity.network)
-        self._launcher = LauncherProcesses(self._selector)
-        self._streams = ProgramStreams(plan, environ, identity, shows_all=verbosity > 0)
+        self._selector = launched.selector
+        self._links = launched.links
+        self._launcher = launched.launcher
+        self._streams = launched.streams
         has_terminal = self._streams.is_inherited and os.isatty(0)
-        self._record.hang_watch.is_interactive = has_terminal and plan.ending.hang_timeout_seconds is None
-        self._watchers: Sequence[Watcher] = ()  # none before the launcher has been started
+        self._record.hang_watch.is_interactive = has_terminal and self._plan.ending.hang_timeout_seconds is None
+        self._watchers: Sequence[Watcher] = ()  # none before :meth:`run`
         self._stopped_children = StoppedChildren()
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """Start the job, see it to its end, and report a failure."""
-        self._start_launcher()
-        self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
+        """See the attempt to its end, and report a failure."""
         try:
+            self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
             self._supervise(self._prepare())
         finally:
-            self._clean_up()
-            self._selector.close()
+            self._launched.end_launcher(self._listen)
+            for watcher in self._watchers:
+                watcher.close()
+            self._survivors = self._launched.end_rest()
         return self._report()
-
-    def _start_launcher(self) -> None:
-        self._remove_sessions()
-        network = self._identity.network
-        control = {
-            CONTROL_ADDRESS: self._links.address,
-            CONTROL_KEY_FILE: "" if network is None else network.key.file,
-        }
-        self._launcher.start(
-            launch_commands(self._plan, network),
-            {**(self._environ if network is None else launcher_environment(self._environ)), **control},
-            self._plan.working_directory,
-            # On this machine it needs as many as poprun, and the agents give the programs the user's.
-            0 if network is None else self._identity.open_files,
-        )
-
-    def _remove_sessions(self) -> None:
-        """Remove what killed launchers of Open MPI have left, which would stop one with the same process id."""
-        if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
-            remove_abandoned_sessions(session_parent(self._environ))
 
     def _prepare(self) -> "StackWatch":
         """Load what watches the attempt and shows its output, while the shims start."""
@@ -294,30 +263,6 @@ class Attempt:
         has_failed = first_failure(self._record.statuses) is not None
         self._links.send_to_all(stop_order(self._plan, has_failed=has_failed))
 
-    def _clean_up(self) -> None:
-        """End what is left of the job, remove what it left, and show the rest of its output."""
-        # also when poprun itself fails: an agent whose connection is closed ends its tree
-        self._links.close()
-        if self._plan.mpi is None or not self._plan.mpi.forker:  # it may wait for seconds, and has nothing to tidy
-            self._await_launcher()
-            self._launcher.end(signal.SIGTERM)
-            self._await_launcher()
-        self._launcher.end(signal.SIGKILL)
-        self._await_launcher()
-        for watcher in self._watchers:
-            watcher.close()
-        network = self._identity.network
-        self._survivors = end_descendants(() if network is None else network.lease_holders, KILL_SECONDS)
-        remove_abandoned(time.monotonic() - self._record.began_at_seconds)
-        self._remove_sessions()
-        self._streams.finish(_DRAIN_SECONDS)
-
-    def _await_launcher(self) -> None:
-        deadline = time.monotonic() + _LAUNCHER_SECONDS
-        while not self._launcher.has_ended and time.monotonic() < deadline:
-            self._listen(_TICK_SECONDS)
-            self._launcher.reap()
-
     def end(self, *, is_over: bool) -> JobEnd:
         """The end of the attempt, or how it stands."""
         record, signals = self._record, self._signals
@@ -330,7 +275,7 @@ class Attempt:
             is_output_lost=signals.is_output_lost,
             is_timed_out=action is Action.TIME_OUT,
             is_hung=action is Action.STOP_HUNG,
-            started_at_epoch_seconds=self._began_at_epoch_seconds,
+            started_at_epoch_seconds=self._launched.began_at_epoch_seconds,
             began_at_seconds=record.began_at_seconds,
             seconds=time.monotonic() - record.began_at_seconds,
             launcher_code=self._launcher.exit_code,
@@ -357,7 +302,7 @@ class Attempt:
             return end
         from poprun.observe.show.printed_report import explain
 
-        kills_before = self._kills_before if self._identity.network is None else None
+        kills_before = self._launched.kills_before if self._identity.network is None else None
         failed = (status.index for status in end.statuses if status.has_failed or status.exit_code)
         return explain(end, self._plan, self._streams.tails(failed), self._launcher.output, kills_before)
 

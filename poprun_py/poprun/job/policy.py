@@ -8,7 +8,7 @@ from typing import Final
 from poprun.observe.account.state import JobSnapshot, Phase
 from poprun.plan.request import EndingSettings
 
-KILL_SECONDS: Final = 5.0  # what the kernel gets to remove killed processes
+_KILL_SECONDS: Final = 5.0  # what the kernel gets to remove killed processes
 _NO_SHIM_SECONDS: Final = 10.0  # how long the MPI runtime may take to start its first shim
 _LOST_SHIM_SECONDS: Final = 1.0  # how long it may have no further shim under way once one has reported
 
@@ -47,7 +47,7 @@ def decide(job: JobSnapshot, ending: EndingSettings) -> Decision:
     if job.num_ended == job.num_instances:
         return Decision(Action.FINISH, "every instance has ended")
     if job.phase is Phase.KILLING:
-        if job.in_phase_seconds >= KILL_SECONDS:
+        if job.in_phase_seconds >= _KILL_SECONDS:
             return Decision(Action.FINISH, "the agents do not answer")
         return _WAIT
     if job.num_interrupts > 1:

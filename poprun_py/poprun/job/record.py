@@ -14,6 +14,7 @@ from popdist.ground.progress import PhaseCounters, Progress
 from poprun.errors import SHORTAGES, describe_error
 from poprun.launch.messages.control import LOST
 from poprun.launch.process.limits import read_evidence_of_machine
+from poprun.observe.account.job_identity import JobIdentity
 from poprun.observe.account.state import (
     AGENT_FROZEN,
     AGENT_KILLED,
@@ -27,7 +28,6 @@ from poprun.observe.account.state import (
     SHIM_KILLED,
     InstanceState,
     InstanceStatus,
-    JobIdentity,
     JobSnapshot,
     MachineTotals,
     Phase,

@@ -9,7 +9,8 @@ from poprun.job.agents import AgentLinks
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.record import Record
 from poprun.job.signals import ReceivedSignals
-from poprun.observe.account.state import InstanceState, JobIdentity, Phase
+from poprun.observe.account.job_identity import JobIdentity
+from poprun.observe.account.state import InstanceState, Phase
 from poprun.observe.judge.job_end import JobEnd, num_lone
 from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import log

@@ -9,10 +9,10 @@ from typing import Final
 
 _MIB: Final = 2**20
 _GIB: Final = 2**30
-_NUMBER: Final = re.compile(r"[0-9]+")
-_GPU_LINE: Final = re.compile(r"GPU ([0-9]+): .*\(UUID: \S+\)")
-_SLICE_LINE: Final = re.compile(r"\s+MIG (\S+)\s+Device\s+[0-9]+: \(UUID: ([^)\s]+)\)")
-_SLICE_MEMORY: Final = re.compile(r"\.([0-9]+)gb")
+_NUMBER: Final = r"[0-9]+"
+_GPU_LINE: Final = r"GPU ([0-9]+): .*\(UUID: \S+\)"
+_SLICE_LINE: Final = r"\s+MIG (\S+)\s+Device\s+[0-9]+: \(UUID: ([^)\s]+)\)"
+_SLICE_MEMORY: Final = r"\.([0-9]+)gb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +61,16 @@ def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
     slices: dict[str, list[tuple[str, str]]] = {}
     index = ""
     for line in tree.splitlines():
-        if gpu := _GPU_LINE.match(line):
+        if gpu := re.match(_GPU_LINE, line):
             index = gpu[1]
-        elif part := _SLICE_LINE.match(line):
+        elif part := re.match(_SLICE_LINE, line):
             slices.setdefault(index, []).append((part[1], part[2]))
     return slices
 
 
 def _size_of(kind: str) -> int:
     """Return the memory in bytes of a MIG slice of the kind ``kind``, such as ``3g.20gb``; 0 if it is unknown."""
-    match = _SLICE_MEMORY.search(kind)
+    match = re.search(_SLICE_MEMORY, kind)
     return int(match[1]) * _GIB if match else 0
 
 
@@ -166,5 +166,5 @@ def arrange_tiles(devices: Sequence[Listed], environment: Mapping[str, str]) -> 
 
 def _first_number(text: str) -> int:
     """Return the first whole number in ``text``, such as ``143771 MiB``; 0 if there is no number."""
-    match = _NUMBER.search(text)
+    match = re.search(_NUMBER, text)
     return int(match[0]) if match else 0

@@ -34,9 +34,9 @@ _OPEN_MPI_ONLY: Final = {
 _INTERFACES: Final = ("btl_tcp_if_include", "oob_tcp_if_include")
 """Parameters of Open MPI whose value is the network, or the network interface, between hosts."""
 
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+_NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*\*?"
 
-_ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_ASSIGNMENT: Final = r"[A-Za-z_][A-Za-z0-9_]*="
 """A pattern for the word NAME=value, before which the user has forgotten -x: a launcher would run NAME=value as
 the program."""
 
@@ -61,7 +61,7 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
     left_out: list[str] = []
     is_value = False
     for name, written in _split(words, option):
-        is_assigned = not (name or is_value) and _ASSIGNMENT.match(written[0])
+        is_assigned = not (name or is_value) and re.match(_ASSIGNMENT, written[0])
         is_value = not is_assigned and name not in _OWN
         if name == _VARIABLE or is_assigned:
             variables.append(_variable(written[-1], option))
@@ -168,6 +168,6 @@ def _subnet(written: Sequence[str]) -> str | None:
 
 def _variable(text: str, option: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(_NAME, name):
         raise PlanError(f"{option}: -x {text!r} names no variable: write -x NAME or -x NAME=value")
     return name, value if equals else None

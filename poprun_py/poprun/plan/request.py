@@ -28,7 +28,7 @@ TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stage", 
 
 POPRUN_TAG: Final = "[1,{instance}]<{stream}>:"  # PopRun's tag, for --tag-output
 USUAL_TAG: Final = "[{instance}] "
-_PIECE: Final = re.compile(r"\{\{|\}\}|\{(?P<name>[a-z_]*)(?::(?P<width>[<>^]?[1-9][0-9]?))?\}|(?P<brace>[{}])")
+_PIECE: Final = r"\{\{|\}\}|\{(?P<name>[a-z_]*)(?::(?P<width>[<>^]?[1-9][0-9]?))?\}|(?P<brace>[{}])"
 
 DEFAULT_PORT: Final = 8090  # port at which a server of virtual IPUs listens
 _MAX_PORT: Final = 65535
@@ -306,7 +306,7 @@ def check_tag_format(template: str, *, has_mesh: bool = True) -> None:
     """Raise PlanError if the tag's ``template`` has an unknown field, or an unmatched brace."""
     known = [name for name in TAG_FIELDS if has_mesh or name not in ("stage", "shard")]
     fields = ", ".join(f"{{{name}}}" for name in known)
-    for piece in _PIECE.finditer(template):
+    for piece in re.finditer(_PIECE, template):
         if piece["brace"]:
             raise PlanError(
                 f"--tag-format {template!r}: there is no field at {template[piece.start() :]!r}; there are "

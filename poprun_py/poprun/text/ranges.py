@@ -18,7 +18,7 @@ MAX_NUMBERS: Final = 65_536
 _BYTES: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _SECONDS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
-_RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,(?!$)|$))*")
+_RANGES = r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,(?!$)|$))*"
 
 Hosts = Annotated[tuple[str, ...], "in range notation"]  # names of hosts, which a file contains as one text
 
@@ -83,7 +83,7 @@ def fold_numbers(numbers: Iterable[int]) -> str:
 
 def parse_numbers(text: str) -> tuple[int, ...]:
     """Return the numbers in a text such as ``0-3,6``. Raises ValueError if they do not ascend, or are many."""
-    if not _RANGES.fullmatch(text):
+    if not re.fullmatch(_RANGES, text):
         raise ValueError(f"{text!r} is no list of numbers and ranges such as 0-3,6")
     ranges = [
         (int(first), int(last or first))

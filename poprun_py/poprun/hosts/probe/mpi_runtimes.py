@@ -13,8 +13,8 @@ _VERSION_SECONDS: Final = 10.0
 _LAUNCHERS: Final = ("mpiexec", "mpirun")
 _FORKER: Final = "mpiexec.gforker"
 _VERSIONS: Final = (
-    (MpiKind.MPICH, re.compile(r"HYDRA build details:\s+Version:\s*(\S+)")),
-    (MpiKind.OPEN_MPI, re.compile(r"\((?:Open MPI|OpenRTE)\)\s+(\S+)")),
+    (MpiKind.MPICH, r"HYDRA build details:\s+Version:\s*(\S+)"),
+    (MpiKind.OPEN_MPI, r"\((?:Open MPI|OpenRTE)\)\s+(\S+)"),
 )
 
 
@@ -32,7 +32,7 @@ def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, 
 def read_version(launcher: str, output: str) -> MpiRuntime | None:
     """Return the MPI runtime whose launcher prints ``output`` as its version; None for an unknown MPI."""
     for kind, pattern in _VERSIONS:
-        match = pattern.search(output)
+        match = re.search(pattern, output)
         if match:
             return MpiRuntime(kind=kind, path=launcher, version=match[1])
     return None

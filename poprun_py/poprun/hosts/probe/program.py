@@ -17,9 +17,9 @@ from poprun.launch.process.spawn import answer_of
 if TYPE_CHECKING:
     import ast
 
-_INTERPRETER: Final = re.compile(r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)")
+_INTERPRETER: Final = r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)"
 _LONG_WITH_VALUE: Final = ("--rcfile", "--init-file", "--check-hash-based-pycs")
-_ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
+_ASSIGNMENT: Final = r"[A-Za-z_]\w*="
 
 _HEAD_BYTES: Final = 256  # number of bytes in which Linux looks for the ``#!`` line of a script (execve(2))
 
@@ -55,7 +55,7 @@ def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
 
 def script_of(program: Sequence[str]) -> str:
     """Return the script that ``program`` runs with Python or a shell; ``-`` for standard input, "" for none."""
-    if not program or not (known := _INTERPRETER.fullmatch(os.path.basename(program[0]))):
+    if not program or not (known := re.fullmatch(_INTERPRETER, os.path.basename(program[0]))):
         return ""
     words = iter(program[1:])
     for word in words:
@@ -151,7 +151,7 @@ def _not_found(words: tuple[str, ...], working_directory: str, path: str) -> Pop
     from difflib import get_close_matches
 
     program = words[0]
-    if _ASSIGNMENT.match(program):
+    if re.match(_ASSIGNMENT, program):
         return UsageError(f"{program} is no program: write poprun [OPTIONS] env {shlex.join(words)}")
     closed = ""
     for file in _places(program, working_directory, path):
@@ -192,9 +192,9 @@ _POSITIONS: Final = {"accelerator": 0, "devices": 2, "num_nodes": 3}
 """The positions of Fabric's arguments if they are given without names."""
 
 _ASK_SECONDS: Final = 10.0
-_MISSING: Final = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
-_PYTHON: Final = re.compile(r"python[\d.]*$")
-_IMPORT: Final = re.compile(r"^\s*(?:import|from)\s+(torch|popdist)\b", re.MULTILINE)
+_MISSING: Final = r"ModuleNotFoundError: No module named '(\w+)'"
+_PYTHON: Final = r"python[\d.]*$"
+_IMPORT: Final = r"^\s*(?:import|from)\s+(torch|popdist)\b"
 
 
 def fabric_variables(
@@ -268,7 +268,7 @@ def words_for_own_python(program: Sequence[str], working_directory: str, said: S
     if not missing or not _can_find(missing):
         return ""
     first, *arguments = program
-    if _PYTHON.fullmatch(os.path.basename(first)):
+    if re.fullmatch(_PYTHON, os.path.basename(first)):
         write = f"poprun [OPTIONS] {shlex.join((sys.executable, *arguments))}"
     else:
         write = f"PATH={shlex.quote(own_folder)}:$PATH poprun [OPTIONS] {shlex.join(program)}"
@@ -276,15 +276,15 @@ def words_for_own_python(program: Sequence[str], working_directory: str, said: S
 
 
 def _missing_module(said: Sequence[str]) -> str:
-    found = [match[1] for line in said if (match := _MISSING.search(line))]
+    found = [match[1] for line in said if (match := re.search(_MISSING, line))]
     return found[-1] if found else ""
 
 
 def _missing_import(program: Sequence[str], working_directory: str) -> str:
     """Return torch or popdist if a Python file imports it but its Python cannot find it; otherwise ""."""
-    if not _PYTHON.fullmatch(os.path.basename(program[0])):
+    if not re.fullmatch(_PYTHON, os.path.basename(program[0])):
         return ""
-    wanted = sorted(set(_IMPORT.findall(_source(script_of(program), working_directory))))
+    wanted = sorted(set(re.findall(_IMPORT, _source(script_of(program), working_directory), re.MULTILINE)))
     asked = f"import importlib.util as u; print(*(n for n in {wanted!r} if u.find_spec(n) is None))"
     answer = answer_of((program[0], "-c", asked), _ASK_SECONDS) if wanted else None
     return next(iter((answer or "").split()), "")

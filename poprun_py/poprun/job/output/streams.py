@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.errors import LaunchError, PlanError, describe_error
 from poprun.launch.process.spawn import start_thread
-from poprun.observe.account.state import JobIdentity
+from poprun.observe.account.job_identity import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import log
 

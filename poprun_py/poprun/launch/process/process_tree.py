@@ -23,6 +23,7 @@ else:
 
 STOPPED_SECONDS = 1.0  # time between two searches for stopped children
 _LEFTOVER_SECONDS = 1.0  # time in which leftover processes can end after SIGTERM
+_KILL_SECONDS = 5.0  # time in which the kernel removes killed processes
 _POLL_SECONDS = 0.02
 _KIBIBYTE = 1024
 _STATE_FIELD, _PARENT_FIELD, _CHILD_FAULTS_FIELD, _START_FIELD = 0, 1, 8, 19
@@ -271,14 +272,14 @@ def user_of(pid: int) -> str:
         return ""
 
 
-def end_descendants(spared: Collection[int], kill_seconds: float) -> list[ProcessKey]:
+def end_descendants(spared: Collection[int]) -> list[ProcessKey]:
     """End all descendants except ``spared`` and their children; return the processes that SIGKILL did not end."""
     if not _living(spared):
         return []
     terminate(_living(spared))
     _wait_until_none(_LEFTOVER_SECONDS, spared)
     send(_living(spared), signal.SIGKILL)
-    _wait_until_none(kill_seconds, spared)
+    _wait_until_none(_KILL_SECONDS, spared)
     return _living(spared)
 
 

@@ -11,7 +11,7 @@ from poprun.launch.process.process_tree import ProcessKey, key_of, send
 from poprun.launch.process.spawn import ProcessStart, start_process
 from poprun.makers.maker import MAKERS
 from poprun.observe.account.curves import JobCurves
-from poprun.observe.account.state import JobIdentity
+from poprun.observe.account.job_identity import JobIdentity
 from poprun.plan.plan import LaunchPlan
 
 _MIB: Final = 2**20

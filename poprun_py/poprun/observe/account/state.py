@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from popdist.errors import name_instances
 from popdist.ground.layout import Parallelism
 from popdist.ground.progress import PhaseCounters, Progress
-from poprun.plan.plan import LaunchPlan, LeasedDevices
 
 if TYPE_CHECKING:
-    from poprun.devices.pool.records import HeldLease
     from poprun.launch.process.limits import Evidence
-    from poprun.launch.routes import HostRoute, JobNetwork
 
 MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
 AGENT_KILLED: Final = "its agent was killed"
@@ -42,34 +39,6 @@ NOT_EXECUTABLE: Final = 126  # a shell's exit code for a program that the shell 
 NOT_FOUND: Final = 127  # a shell's exit code for a program that does not exist
 EXIT_OF_SIGNAL: Final = 128  # a shell adds this to the number of the signal that ended a program
 NOT_BOUND: Final = 70  # EX_SOFTWARE of sysexits.h: poprun's exit code for an instance that it could not start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobIdentity:
-    """The identity of a job: its id, the number of restarts, its network and its leased devices."""
-
-    job_id: str  # the same for all instances and all attempts
-    restart_count: int
-    began_at_seconds: float  # monotonic time at which the first attempt began
-    network: "JobNetwork | None" = None  # None if the job runs only on this machine
-    leases: "tuple[HeldLease, ...]" = ()
-    given: LeasedDevices | None = None  # devices that are leased on this machine; None: the plan's devices
-    open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
-
-    def with_leases(self, streams: Sequence[int]) -> list[int]:
-        """Return the descriptors to send to an agent: the program's ``streams``, and locked lease files."""
-        if not streams:  # the agent is on another host, to which no descriptor can be sent
-            return []
-        return [*streams, *(lease.descriptor for lease in self.leases if lease.descriptor is not None)]
-
-    def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
-        """Return the GPUs and cores that the job uses on the host of instance ``index``."""
-        leased, route = self.given or plan.named_devices, self.route(plan, index)
-        return replace(leased, devices=route.devices) if route is not None and route.devices else leased
-
-    def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
-        """Return how to reach the host of instance ``index``; None if the job has only this machine."""
-        return None if self.network is None else self.network.hosts[plan.instance(index).host_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,22 @@
-"""Whether and when a failed job is started again; and what the hosts of one are examined with."""
+"""Whether and when a failed job is started again; and what the hosts of one are examined with.
+
+Holds poprun.hosts.job_network.
+"""
 
 import resource
 from dataclasses import replace
 
 import pytest
 
-from poprun import start
+from poprun.attempts import restart_pause_seconds
 from poprun.errors import HostsError
+from poprun.hosts import job_network
+from poprun.hosts.job_network import find_network
 from poprun.launch.process.limits import users_open_files
 from poprun.observe.account.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
 from poprun.observe.judge.job_end import JobEnd
 from poprun.observe.show.printed_report import render_attempts
 from poprun.plan.plan import LaunchPlan
-from poprun.start import find_network, restart_pause_seconds
 from poprun.text.ranges import parse_hosts
 from tests.planning import CLUSTER_NODE, planned
 
@@ -80,11 +84,11 @@ def test_many_hosts_are_examined_with_open_files_for_each(monkeypatch: pytest.Mo
         found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         raise HostsError("seen")
 
-    monkeypatch.setattr(start, "_examine", examine)
+    monkeypatch.setattr(job_network, "_examine", examine)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         with pytest.raises(HostsError, match="seen"):
-            find_network(planned(CLUSTER_NODE, hosts=parse_hosts("n[1-300]"), num_instances=300), 0)
+            find_network(planned(CLUSTER_NODE, hosts=parse_hosts("n[1-300]"), num_instances=300), {}, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         users_open_files.cache_clear()

@@ -1,0 +1,129 @@
+"""The launcher of one attempt, which poprun starts before it loads the modules that supervise the attempt.
+
+A shim needs 30 ms until its agent reports. poprun loads the supervisor in this time.
+"""
+
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+from poprun.hosts.job_network import forget_key
+from poprun.job.agents import AgentLinks
+from poprun.job.output.streams import ProgramStreams
+from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
+from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
+from poprun.launch.process.limits import kill_counts
+from poprun.launch.process.process_tree import ProcessKey, end_descendants
+from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
+from poprun.observe.account.job_identity import JobIdentity
+from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.program_environment import launcher_environment
+from poprun.plan.topology import MpiKind
+
+_TICK_SECONDS: Final = 0.05
+_LAUNCHER_SECONDS: Final = 0.3  # what a launcher gets to end
+_DRAIN_SECONDS: Final = 5.0  # what a reader of poprun's output gets for what the pipes still hold
+
+
+class LaunchedAttempt:
+    """An attempt whose launcher runs, with the sockets and streams that its agents will use.
+
+    Who has a launched attempt ends it: by :meth:`end_launcher`, then :meth:`end_rest`.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, variables: Mapping[str, str], identity: JobIdentity, verbosity: int
+    ) -> None:
+        self.plan = plan
+        self.variables = variables
+        self.identity = identity
+        self.verbosity = verbosity
+        self.began_at_epoch_seconds = time.time()
+        self.began_at_seconds = time.monotonic()
+        self.kills_before = kill_counts()
+        has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
+        self.start_watch = StartWatch(time.monotonic(), plan.mpi if has_runtime else None)
+        self.selector = selectors.DefaultSelector()
+        self.links = AgentLinks(plan.num_instances, self.selector, identity.network)
+        self.launcher = LauncherProcesses(self.selector)
+        self.streams = ProgramStreams(plan, variables, identity, shows_all=verbosity > 0)
+
+    def start_launcher(self) -> None:
+        """Start the processes of the launcher, which start the shims."""
+        self._remove_sessions()
+        network = self.identity.network
+        control = {
+            CONTROL_ADDRESS: self.links.address,
+            CONTROL_KEY_FILE: "" if network is None else network.key.file,
+        }
+        self.launcher.start(
+            launch_commands(self.plan, network),
+            {**(self.variables if network is None else launcher_environment(self.variables)), **control},
+            self.plan.working_directory,
+            # On this machine it needs as many as poprun, and the agents give the programs the user's.
+            0 if network is None else self.identity.open_files,
+        )
+
+    def end_launcher(self, listen: Callable[[float], object]) -> None:
+        """End the launcher; ``listen`` waits for its output, at most for the given seconds."""
+        # also when poprun itself fails: an agent whose connection is closed ends its tree
+        self.links.close()
+        if self.plan.mpi is None or not self.plan.mpi.forker:  # it may wait for seconds, and has nothing to tidy
+            self._await_launcher(listen)
+            self.launcher.end(signal.SIGTERM)
+            self._await_launcher(listen)
+        self.launcher.end(signal.SIGKILL)
+        self._await_launcher(listen)
+
+    def _await_launcher(self, listen: Callable[[float], object]) -> None:
+        deadline = time.monotonic() + _LAUNCHER_SECONDS
+        while not self.launcher.has_ended and time.monotonic() < deadline:
+            listen(_TICK_SECONDS)
+            self.launcher.reap()
+
+    def end_rest(self) -> list[ProcessKey]:
+        """End what the launcher has left, and the streams; return the processes that SIGKILL did not end."""
+        network = self.identity.network
+        survivors = end_descendants(() if network is None else network.lease_holders)
+        remove_abandoned(time.monotonic() - self.began_at_seconds)
+        self._remove_sessions()
+        self.streams.finish(_DRAIN_SECONDS)
+        self.selector.close()
+        return survivors
+
+    @contextmanager
+    def ended_on_failure(self) -> Iterator[None]:
+        """Return a context in which an exception ends the attempt, and removes the job's key from the hosts."""
+        try:
+            yield
+        except BaseException:
+            self.end_launcher(time.sleep)
+            self.end_rest()
+            forget_key(self.plan, self.identity.network)
+            raise
+
+    def _remove_sessions(self) -> None:
+        """Remove what killed launchers of Open MPI have left, which would stop one with the same process id."""
+        if self.plan.mpi is not None and self.plan.mpi.kind is MpiKind.OPEN_MPI:
+            remove_abandoned_sessions(session_parent(self.variables))
+
+
+def launch(
+    plan: LaunchPlan, variables: Mapping[str, str], identity: JobIdentity, verbosity: int
+) -> LaunchedAttempt:
+    """Start the launcher of an attempt; if this fails, remove the job's key from the hosts."""
+    try:
+        if plan.trace.folder is not None:
+            from poprun.observe.show.trace.collection import prepare_folder
+
+            prepare_folder(plan, identity.job_id, identity.restart_count)
+        launched = LaunchedAttempt(plan, variables, identity, verbosity)
+    except BaseException:
+        forget_key(plan, identity.network)
+        raise
+    with launched.ended_on_failure():
+        launched.start_launcher()
+    return launched

@@ -1,0 +1,90 @@
+"""The orders that poprun sends to the agents of a job: to start a program, and to end the program."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from popdist.ground.contract import (
+    CLOCK_DESCRIPTOR,
+    HYDRA_DESCRIPTOR,
+    NUMBERS_DESCRIPTOR,
+    PROGRESS_DESCRIPTOR,
+    STORE_DESCRIPTOR,
+    Endpoint,
+)
+from popdist.ground.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, COUNTED_BYTES, RECORDER_AT
+from poprun.launch.messages.control import Message
+from poprun.observe.account.job_identity import JobIdentity
+from poprun.plan.frameworks import workers_of
+from poprun.plan.plan import LaunchPlan, StartFacts
+from poprun.plan.program_environment import interface_environment, passed_environment, program_environment
+
+if TYPE_CHECKING:
+    from poprun.launch.routes import HostRoute
+
+_VAIN_SECONDS: Final = 0.3  # how long a program may take to end that cannot save any more
+_COUNTERS: Final = "poprun.observe.account.machine_counters"  # which agents load, each on its host
+
+
+def start_order(
+    plan: LaunchPlan,
+    index: int,
+    environ: Mapping[str, str],
+    identity: JobIdentity,
+    endpoints: Mapping[int, Sequence[Endpoint]],
+) -> Message:
+    """The order that starts the program of an instance; ``endpoints`` are those of each: see `Record`."""
+    _, master, coordinator, store = endpoints[0]
+    given = identity.devices_of(plan, index)
+    binding = plan.instance(index, given).binding
+    start = StartFacts(
+        job_id=identity.job_id,
+        restart_count=identity.restart_count,
+        master=master,
+        store=store,
+        coordinator=coordinator,
+        workers=[endpoints[worker][0] for worker in workers_of(plan)],
+        devices=given.devices,
+    )
+    route = identity.route(plan, index)
+    return {
+        "order": "start",
+        "words": plan.program,
+        "working_directory": plan.working_directory,
+        "environment": _added_environment(plan, index, environ, route, start),
+        "lease_address": route.lease_address if route else "",
+        "cores": binding.cores if binding else (),
+        "memory_nodes": binding.memory_nodes if binding else (),
+        "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR, CLOCK_DESCRIPTOR],
+        "clock_variable": CLOCK_DESCRIPTOR if plan.trace.folder is not None else "",
+        "store_variable": STORE_DESCRIPTOR,
+        "progress_variable": PROGRESS_DESCRIPTOR if plan.is_watched else "",
+        "numbers_variable": NUMBERS_DESCRIPTOR if plan.has_curves else "",
+        "progress_bytes": COUNTED_BYTES,
+        "announcement_at": ANNOUNCEMENT_AT,
+        "recorder_at": RECORDER_AT,
+        "announcement_format": ANNOUNCEMENT_FORMAT,
+        "counters": _COUNTERS,
+        "open_files": identity.open_files if identity.network is None else 0,
+        "grace_seconds": plan.ending.stop_timeout_seconds,
+    }
+
+
+def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
+    """The order that ends the programs, after a failure of one of them or for another reason."""
+    seconds = plan.ending.stop_timeout_seconds
+    # JAX and TensorFlow keep SIGTERM from ending a program, so that all may save: they cannot without one of them
+    in_vain = min(seconds, _VAIN_SECONDS) if has_failed else seconds
+    return {"order": "stop", "grace_seconds": seconds, "grace_seconds_in_vain": in_vain}
+
+
+def _added_environment(
+    plan: LaunchPlan, index: int, environ: Mapping[str, str], route: "HostRoute | None", start: StartFacts
+) -> dict[str, str]:
+    """The variables that an agent adds to its environment, which on one machine is the user's already."""
+    if route is None:
+        return program_environment(plan, index, environ, start)
+    return {
+        **passed_environment(environ, plan.passed_names(index)),
+        **interface_environment(environ, route.interface),
+        **program_environment(plan, index, environ, start),
+    }
