@@ -1,7 +1,9 @@
 """popdist: the replica library: one training script, any number of instances and replicas, bitwise equal results.
 
 Each public name imports its module at its first use: ``import popdist`` alone imports no torch, so that queries
-such as ``popdist.num_replicas()`` are cheap.
+such as ``popdist.num_replicas()`` are cheap. Inside functions popdist imports only torch and what needs torch,
+other packages that a user may lack, and modules that take seconds. `popdist.startup`, which runs in every Python
+of a job, imports most modules inside functions.
 """
 
 import os

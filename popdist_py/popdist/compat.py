@@ -4,6 +4,7 @@ New programs should use the snake_case names, which say what they count.
 """
 # ruff: noqa: N802, N803, N816 - the names are PopDist's
 
+import popdist
 from popdist.errors import InstallationError
 from popdist.ground.environments import Launcher
 from popdist.job.context import (
@@ -59,6 +60,4 @@ def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:
 
 def synchronize() -> None:
     """Wait until every instance has called this function; see :func:`popdist.barrier`."""
-    import popdist
-
     popdist.barrier()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.errors import HostsError
 from poprun.hosts.job_network import forget_key, found_again
+from poprun.hosts.probe.gpus import find_devices
 from poprun.job.launched import LaunchedAttempt, launch
 from poprun.job.loop import Attempt
 from poprun.job.signals import ReceivedSignals
@@ -121,8 +122,6 @@ def _has_lost_devices(launched: LaunchedAttempt) -> bool:
     plan, identity = launched.plan, launched.identity
     if not plan.devices or identity.network is not None:
         return False
-    from poprun.hosts.probe.gpus import find_devices
-
     found = find_devices(launched.variables)
     there = [gpu.name for gpu in found.gpus]
     lost = [name for name in identity.devices_of(plan, 0).devices if name not in there]

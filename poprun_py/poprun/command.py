@@ -13,21 +13,22 @@ from popdist.ground.contract import NUM_THREADS
 from poprun.cli.command_line import CommandLine, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
 from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.hosts.job_network import find_network, forget_key
 from poprun.hosts.probe.machine import find_allocation, machine_facts, own_names, starter_of_many
 from poprun.hosts.probe.program import program_on_another_machine, resolve_program, script_of
 from poprun.launch.process.limits import check_system
+from poprun.outcome import JobOutcome, reported
 from poprun.plan.advice import check_fitness, check_gpus, idle_options
-from poprun.plan.frameworks import contradictions
+from poprun.plan.frameworks import by_framework, contradictions, example_start
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
-from poprun.plan.program_environment import hash_seed
+from poprun.plan.program_environment import hash_seed, program_environment
 from poprun.plan.request import LauncherChoice, VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.text import screen
 from poprun.text.screen import VersionFormat
 
 if TYPE_CHECKING:
-    from poprun.outcome import JobOutcome
     from poprun.plan.inventory import Cluster
     from poprun.plan.render.table import Details
 
@@ -60,8 +61,6 @@ def run(words: Sequence[str]) -> int:
     if not (line.program or line.given):
         raise _no_program(line)
     if line.starts_job:
-        from poprun.outcome import JobOutcome, reported
-
         outcome = JobOutcome(files=line.values.get("ending", {}).get("report_files", ()))
         with reported(outcome):
             return _start(line, outcome)
@@ -99,8 +98,6 @@ def _examine_machine(line: CommandLine) -> int:
 
 def _problems_of_hosts(line: CommandLine) -> str:
     """Return why a job cannot run on the hosts that ``line`` names; an empty text if it can run there."""
-    from poprun.hosts.job_network import find_network, forget_key
-
     try:
         plan, _ = _plan(line)
         plan = replace(plan, program=plan.program or (sys.executable,))
@@ -123,9 +120,8 @@ def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
     return plan, facts
 
 
-def _start(line: CommandLine, outcome: "JobOutcome") -> int:
+def _start(line: CommandLine, outcome: JobOutcome) -> int:
     """Plan the job, lease its devices, start the job and wait for its end; return poprun's exit code."""
-    from poprun.hosts.job_network import find_network, forget_key
     from poprun.start import run_job
 
     check_system()
@@ -322,8 +318,6 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
     """Return what ``-v`` adds to a plan's table: the command, the variables, and the origin of each option."""
     from poprun.launch.launchers import launch_commands
-    from poprun.plan.frameworks import by_framework, example_start
-    from poprun.plan.program_environment import program_environment
     from poprun.plan.render.table import Details
 
     commands = launch_commands(plan)

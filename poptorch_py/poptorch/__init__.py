@@ -1,4 +1,4 @@
-"""poptorch: programs written for PopTorch, on CPUs and GPUs, with the replicas of popdist."""
+"""poptorch: programs written for PopTorch, on CPUs and GPUs, with the replicas of popdist. No part loads late."""
 
 import popdist
 from popdist.startup import stub_finder

@@ -148,7 +148,7 @@ def test_callbacks_are_told_on_instance_0_only(monkeypatch: pytest.MonkeyPatch) 
         popdist.report(step=99)  # tells nobody
 
     remove = popdist.on_report(listen)
-    monkeypatch.setattr("popdist.job.context.instance_index", lambda: 1)
+    monkeypatch.setattr("popdist.metrics.reported_numbers.instance_index", lambda: 1)
     popdist.on_report(lambda *_: pytest.fail("instance 1 was told"))
     popdist.report(loss=0.5)
     popdist.report(step=7)

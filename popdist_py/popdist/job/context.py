@@ -17,6 +17,7 @@ from popdist.errors import BackendError, Names, NotInitializedError, as_float
 from popdist.exchange.groups import HEADER_BYTES, Backend, Group, PreemptionNotice, refuse_in_turn
 from popdist.exchange.host_memory import forks
 from popdist.exchange.process_group.registration import register
+from popdist.exchange.transport.serial_backend import SerialBackend
 from popdist.ground.accelerators import BACKENDS
 from popdist.ground.contract import VERSION, Contract, read_share_tensors
 from popdist.ground.environments import Environment, Launcher, detect
@@ -252,7 +253,7 @@ def _check_arguments(backend: object, timeout_seconds: object, checks: object, t
         raise BackendError(f"torch_distributed={torch_distributed!r} must be True or False")
 
 
-def _in_words(backend: str | None, timeout_seconds: float, checks: Checks, torch_distributed: bool) -> str:  # noqa: FBT001 - in the order of the call
+def _in_words(backend: str | None, timeout_seconds: float, checks: Checks, torch_distributed: bool) -> str:  # noqa: FBT001 - the arguments are those of init(), in their order
     option = ", torch_distributed=True" if torch_distributed else ""
     return f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}{option})"
 
@@ -340,8 +341,6 @@ def _data_parallel_group(found: Environment, backend: str | None, timeout_second
 
 
 def _alone(names: Names, backend: str | None) -> "Backend":
-    from popdist.exchange.transport.serial_backend import SerialBackend
-
     if "cpu" not in DEVICE_KINDS[backend]:
         from popdist.exchange.transport.connections import check_available
 

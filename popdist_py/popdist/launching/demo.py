@@ -3,15 +3,15 @@
 For any number of instances the program prints the same loss and the same checksum of the weights.
 """
 
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+import popdist
+
 
 def main() -> None:
     """Train a small network for five epochs; instance 0 prints the loss and the checksum of the weights."""
-    import torch
-    from torch.nn.functional import mse_loss
-    from torch.utils.data import TensorDataset
-
-    import popdist
-
     torch.manual_seed(0)
     popdist.init()
     points = torch.randn(1024, 8, dtype=torch.float32, device="cpu")
@@ -30,7 +30,7 @@ def main() -> None:
             optimizer.step()
         loss_of_epoch = mean.compute()
         if popdist.is_main():
-            print(f"epoch {epoch + 1}: loss {loss_of_epoch:.4f}, weights {popdist.checksum(model)}")  # noqa: T201
+            print(f"epoch {epoch + 1}: loss {loss_of_epoch:.4f}, weights {popdist.checksum(model)}")  # noqa: T201 - the numbers are the program's output
 
 
 if __name__ == "__main__":

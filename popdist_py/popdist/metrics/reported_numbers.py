@@ -19,6 +19,7 @@ from typing import Final
 from popdist.errors import PopdistError, PopdistWarning, whole_number
 from popdist.ground.contract import NUMBERS_DESCRIPTOR
 from popdist.ground.progress import LARGEST_STEP, progress_page
+from popdist.job.context import instance_index
 
 MAX_NAMES: Final = 64
 """The largest number of different names that a program may report."""
@@ -155,8 +156,6 @@ def on_report(callback: OnReport) -> Callable[[], None]:
         PopdistError: If ``callback`` cannot be called.
         ContractError: If the environment variables announce a job and do not describe the job.
     """
-    from popdist.job.context import instance_index
-
     if not callable(callback):
         raise PopdistError(f"on_report({callback!r}): expected a function that takes numbers and a step")
     listener = _Listener(callback)

@@ -14,6 +14,8 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from poprun.cli.command_line import begins_with_option, long_names, take_options
 from poprun.cli.options import COMPLETION, FILE, FOLDER, HOSTS, OPTIONS, SIZES, Option
+from poprun.devices.pool.place import DEFAULT_POOL, POOL_VARIABLE
+from poprun.devices.pool.pool import Pool
 from poprun.errors import PoprunError, UsageError
 
 Names = Mapping[str, Callable[[], Sequence[str]]]
@@ -49,9 +51,6 @@ def host_names_in(kind: str, text: str) -> Iterator[str]:
 
 
 def _partitions() -> Sequence[str]:
-    from poprun.devices.pool.place import DEFAULT_POOL, POOL_VARIABLE
-    from poprun.devices.pool.pool import Pool
-
     try:
         state = Pool(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL, busy_seconds=1.0).state()
     except (PoprunError, OSError):  # an error is ignored because the shell shows no messages

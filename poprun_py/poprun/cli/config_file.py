@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from io import StringIO
 from typing import Final
 
@@ -71,8 +72,6 @@ def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option
     name = key.value if isinstance(key, yaml.ScalarNode) else ""
     if name in options:
         return options[name]
-    from difflib import get_close_matches
-
     nearest = get_close_matches(name.replace("_", "-").lstrip("-"), options, n=1, cutoff=0.6)
     cure = (
         f"did you mean {nearest[0]}?"

@@ -15,6 +15,7 @@ from poprun.job.orders import start_order, stop_order
 from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import CAUSE_SECONDS, Record
 from poprun.job.signals import ReceivedSignals
+from poprun.job.watchers import Clocks, GpuCurves, Hosts, Lone, Monitors, Speed, StackWatch, Watched, Watcher
 from poprun.launch.messages.control import LOST
 from poprun.launch.process.process_tree import ProcessKey, StoppedChildren, own_tree, send
 from poprun.observe.account.state import Phase
@@ -23,8 +24,6 @@ from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from poprun.job.watchers import StackWatch, Watcher
 
 _TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
 _LOOK_SECONDS: Final = 1.0  # the same while the programs run
@@ -78,10 +77,8 @@ class Attempt:
             self._survivors = self._launched.end_rest()
         return self._report()
 
-    def _prepare(self) -> "StackWatch":
-        """Load what watches the attempt and shows its output, while the shims start."""
-        from poprun.job.watchers import Clocks, GpuCurves, Hosts, Lone, Monitors, Speed, StackWatch, Watched
-
+    def _prepare(self) -> StackWatch:
+        """Make what watches the attempt, and load what shows its output while the shims start."""
         watched = Watched(
             plan=self._plan,
             variables=self._environ,
@@ -99,7 +96,7 @@ class Attempt:
             import poprun.job.output.relay  # noqa: F401 - there is time for it until the shims have started
         return stacks
 
-    def _supervise(self, stacks: "StackWatch") -> None:
+    def _supervise(self, stacks: StackWatch) -> None:
         while True:
             is_calm = self._record.phase is Phase.RUNNING and not (self._launcher.has_ended or stacks.are_awaited)
             self._listen(_LOOK_SECONDS if is_calm and not self._record.failed else _TICK_SECONDS)
@@ -214,7 +211,7 @@ class Attempt:
         self._links.send_to_all({"order": "signal", "signal": int(signal.SIGCONT)})
         self._record.hang_watch.begin_anew(time.monotonic())
 
-    def _act(self, decision: Decision, stacks: "StackWatch") -> None:
+    def _act(self, decision: Decision, stacks: StackWatch) -> None:
         if decision.action is Action.WAIT:
             return
         self._log(1, f"{decision.action}: {decision.reason}")

@@ -11,6 +11,9 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import MAX_COUNT, AskedMapping, LaunchRequest, check_count
 from poprun.plan.topology import Gpu
 from poprun.text.ranges import counted
+from popsize.errors import MappingError
+from popsize.hardware import DEVICES, GIB, gib, is_called
+from popsize.mapping import loaded, parse_mapping
 
 if TYPE_CHECKING:
     from popsize.hardware import PlannedDevices
@@ -21,9 +24,6 @@ _OF_JOB = ("tensor", "pipeline", "replicas")
 
 def mapping_in_words(words: str) -> AskedMapping:
     """Return the mapping in words such as ``tensor=2,pipeline=2``. Raises PlanError if they are wrong."""
-    from popsize.errors import MappingError
-    from popsize.mapping import parse_mapping
-
     try:
         sizes = parse_mapping(words)
     except MappingError as error:
@@ -38,9 +38,6 @@ def mapping_in_words(words: str) -> AskedMapping:
 
 def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
     """Return the mapping in ``content``, the text of poprun-size's file ``path``. PlanError if it is wrong."""
-    from popsize.errors import MappingError
-    from popsize.mapping import loaded
-
     try:
         saved = loaded(content, name)
     except MappingError as error:
@@ -147,8 +144,6 @@ def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) ->
 
 def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:
     """Return the name and memory of ``gpu`` if it is another model, or smaller, than planned; "" if not."""
-    from popsize.hardware import DEVICES, GIB, gib, is_called
-
     is_other = gpu.model and planned.device in DEVICES and not is_called(planned.device, gpu.model)
     if is_other or 0 < gpu.memory_bytes < _ENOUGH * planned.memory_gib * GIB:
         return f"{gpu.model} with {gib(gpu.memory_bytes)} GiB, not {planned.memory_gib:.2f}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from poprun.launch.process.limits import read_text
+from poprun.launch.process.process_tree import ancestors, user_of
 from poprun.launch.process.spawn import Answer, answers_of
 from poprun.makers.listings import Listed
 from poprun.makers.maker import DEFAULT_MAKER, MAKERS, Maker
@@ -100,8 +101,6 @@ def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer
 
 def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
     """Return ``devices`` as GPUs with the processes that use their memory, except the callers of poprun."""
-    from poprun.launch.process.process_tree import ancestors, user_of
-
     callers = {*ancestors(os.getpid())} if any(it.pids for it in devices) else set()
     return tuple(
         Gpu(

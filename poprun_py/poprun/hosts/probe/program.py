@@ -4,18 +4,17 @@ A program with a slash is a path. Any other program is looked up on PATH, as a s
 directory, so that `poprun train.py` works. A Python file that cannot be executed runs under poprun's own Python.
 """
 
+import ast
 import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from importlib.util import find_spec
+from typing import Final
 
 from poprun.errors import PoprunError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.launch.process.spawn import answer_of
-
-if TYPE_CHECKING:
-    import ast
 
 _INTERPRETER: Final = r"python[\d.]*|(?P<shell>(?:ba|da|k|z)?sh)"
 _LONG_WITH_VALUE: Final = ("--rcfile", "--init-file", "--check-hash-based-pycs")
@@ -235,8 +234,6 @@ def _calls(source: str) -> "list[ast.Call]":
     """Return every call in a Python file that calls Fabric; [] if the file does not call Fabric."""
     if "Fabric(" not in source:
         return []
-    import ast
-
     try:
         return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError, RecursionError):
@@ -292,8 +289,6 @@ def _missing_import(program: Sequence[str], working_directory: str) -> str:
 
 def _can_find(module: str) -> bool:
     """Whether this Python can import ``module``, found without importing the module."""
-    from importlib.util import find_spec
-
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):

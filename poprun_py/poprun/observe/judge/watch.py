@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from popdist.errors import name_instances
 from poprun.observe.account.arrivals import Look, Window, measure_window, read_look
+from poprun.observe.account.evidence import read_evidence
 from poprun.observe.account.judgements import Slowness
 from poprun.observe.account.state import InstanceStatus
 from poprun.observe.judge.slowness import (
@@ -17,6 +18,7 @@ from poprun.observe.judge.slowness import (
     has_ended,
     waits_for_workers,
 )
+from poprun.observe.judge.verdict import helper_frame
 from poprun.plan.plan import Places
 from poprun.text.ranges import counted
 
@@ -63,9 +65,6 @@ class LookRound:
 
     def _record_worker(self, instance: int, stacks: Mapping[str, Any]) -> None:
         """Record the source line of a DataLoader's worker, if it runs the program's own code."""
-        from poprun.observe.account.evidence import read_evidence
-        from poprun.observe.judge.verdict import helper_frame
-
         for helper in read_evidence(stacks).helpers:
             if (frame := helper_frame(helper)) is not None:
                 self.stuck_workers[instance] = f"worker {helper.pid} is at {frame.file}:{frame.line}"

@@ -7,6 +7,7 @@ from typing import Final
 
 from poprun.errors import UsageError
 from poprun.observe.account.job_record import JobRecord
+from poprun.observe.show.page import render_page
 from poprun.observe.show.report_file import render_job
 from poprun.text import screen
 from poprun.text.atomic_file import check_target, write_whole
@@ -57,6 +58,4 @@ class ReportWriter:
 def _render(file: str, job: JobRecord) -> str:
     if file.endswith(DATA):
         return render_job(job)
-    from poprun.observe.show.page import render_page
-
     return render_page(job)

@@ -4,6 +4,7 @@ Pure: values in, text out. Each format is a module of its own that is imported o
 for none of them.
 """
 
+import json
 from typing import TYPE_CHECKING
 
 from poprun.plan.plan import LaunchPlan
@@ -44,8 +45,6 @@ def render_plan(
 
             return render_mermaid(plan)
         case TopologyFormat.JSON:
-            import json
-
             from poprun.plan.plan_file import plan_to_dict
 
             return json.dumps(plan_to_dict(plan), indent=2) + "\n"
