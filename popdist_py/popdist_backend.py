@@ -13,7 +13,7 @@ def register() -> None:
     """Register torch's backend ``popdist``; on failure register a backend that raises the reason. Never raises."""
     try:
         _register()
-    except Exception as error:  # noqa: BLE001 - torch would raise it
+    except Exception as error:  # noqa: BLE001 - torch would raise the error in every `import torch`
         with suppress(Exception):  # a torch that has no backends, or other ones
             _register_reason(error)
 

@@ -206,7 +206,7 @@ def tensor_rounds(layer: Layer, recompute: Recompute) -> float:
     return 2.0 * layer.num_reductions * (3 if recompute == "layer" and layer.can_recompute else 2)
 
 
-def bandwidth(stride: int, is_near: bool, machine: Machine, constants: Constants) -> float:  # noqa: FBT001
+def bandwidth(stride: int, is_near: bool, machine: Machine, constants: Constants) -> float:  # noqa: FBT001 - the function is_near() returns the value
     """Return the bytes per second that a device sends to its neighbour, ``stride`` devices away, in a ring."""
     link = machine.link_bytes_per_second * constants.link_efficiency
     return link if is_near else min(link, machine.network_bytes_per_second / min(stride, machine.devices_per_host))

@@ -33,7 +33,7 @@ class RecoverableError(Error):
         self,
         message: str = "",
         location: str = "",
-        type: str = _OWN,  # noqa: A002 - as above
+        type: str = _OWN,  # noqa: A002 - PopTorch's name
         recovery_action: str = "",
     ) -> None:
         super().__init__(message, location, type)

@@ -154,7 +154,7 @@ class PartialGradient(GradientElsewhere):
     ) -> None:
         """Divide ``gradients`` by a GradScaler's scale; all get ``found_inf`` if one instance finds NaN."""
         parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
-        group = parts[0]._step.group  # noqa: SLF001 - its own class
+        group = parts[0]._step.group  # noqa: SLF001 - the attribute belongs to the same class
         text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
         with group.undivided(text):
             group.agree(text)

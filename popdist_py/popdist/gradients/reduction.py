@@ -71,7 +71,7 @@ class GradientKeeper:
         """Make a keeper for ``gradients``, the layout of the gradients at the end of the step."""
         self.gradients = gradients
 
-    def begin(self, *, scales: bool) -> int:  # noqa: ARG002 - for others
+    def begin(self, *, scales: bool) -> int:  # noqa: ARG002 - subclasses use the argument
         """Begin a step on a batch; return a digest of gradients to send during the backward pass, 0 if none."""
         return 0
 

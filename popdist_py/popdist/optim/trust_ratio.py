@@ -125,7 +125,7 @@ class TrustRatioOptimizer(PieceOptimizer):
         return PreparedUpdate(group=group, parameters=parameters, measured=measured)
 
 
-def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's setting
+def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's optimizers name the setting so
     """Yield groups of parameters to update in one call; the grouping does not change the results."""
     # on the CPU torch's foreach functions loop over tensors, so it is best if the tensors of a call stay in the
     # cache

@@ -175,8 +175,8 @@ def make_absent(parameter: Parameter, device: torch.device) -> None:
     part: Any = part_itself(parameter)
     if not hasattr(part, "_popdist_absent"):  # each weight has its own number, so that a write changes no other
         is_float = part.is_floating_point() or part.is_complex()
-        part._popdist_absent = torch.full((), nan if is_float else 0, dtype=part.dtype, device=device)  # noqa: SLF001 - ours
-    set_data(parameter, part._popdist_absent.expand(part.shape))  # noqa: SLF001 - ours
+        part._popdist_absent = torch.full((), nan if is_float else 0, dtype=part.dtype, device=device)  # noqa: SLF001 - popdist sets the attribute
+    set_data(parameter, part._popdist_absent.expand(part.shape))  # noqa: SLF001 - popdist sets the attribute
 
 
 @contextmanager
@@ -186,14 +186,14 @@ def writing(parameter: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
+        part._popdist_writes = num_writes(part)  # noqa: SLF001 - popdist sets the attribute
 
 
 def is_written(parameter: Parameter) -> bool:
     """Whether code other than the optimizer has written ``parameter`` in place since the last call."""
     part: Any = part_itself(parameter)
     before, absent = getattr(part, "_popdist_writes", None), getattr(part, "_popdist_absent", None)
-    part._popdist_writes = num_writes(part)  # noqa: SLF001 - ours
+    part._popdist_writes = num_writes(part)  # noqa: SLF001 - popdist sets the attribute
     is_lost = absent is not None and absent.is_cpu and absent.is_floating_point() and not absent.isnan()
     is_changed = is_lost or before not in (None, num_writes(part))
     if is_changed and absent is not None:

@@ -41,7 +41,7 @@ _REFUSED: Final = {
 """The methods of a ReplicatedModel that a phased model does not have, and the reason for each of them."""
 
 
-def phased(  # noqa: PLR0913 - what a model can be told
+def phased(  # noqa: PLR0913 - each argument is an option of the user
     module: nn.Module,
     *,
     memory: str | int | None = None,
@@ -179,7 +179,7 @@ class PhasedModel(WrappingModel):
             return placed_as(value, self.store.weights.mapped(name))
         return value.detach() if isinstance(value, Tensor) else value
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - torch's own
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - torch's method has this signature
         """Load ``state_dict``, equal on all instances: the weights into the store, the buffers into the module.
 
         Afterwards the model can be used again if a step has failed: load the optimizer's state, too.

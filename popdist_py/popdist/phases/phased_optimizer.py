@@ -256,7 +256,7 @@ class PhasedOptimizer(Optimizer):
             self._steps.finish_step(self._update_from_store)
             self.end_update()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's own
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's method has this signature
         """Set every ``.grad`` to None, also if ``set_to_none`` is False: there is no memory to fill with zeros."""
         for parameter in self._places:
             parameter.grad = None

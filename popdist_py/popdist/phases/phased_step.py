@@ -194,13 +194,13 @@ class PhasedGradients(GradientKeeper):
             run.memory.addresses[MemoryPlace("sum", piece.index)] = [stored.part(it) for it in names]
         run.memory.place_anew()
 
-    def begin_micro_batch(self, index: int, weight: float) -> None:  # noqa: ARG002 - the loop has it
+    def begin_micro_batch(self, index: int, weight: float) -> None:  # noqa: ARG002 - the loop passes the weight to every kind of step
         """Begin the micro batch with the index ``index``, which has samples."""
         self._number = index
         self._run.calls.begin_micro_batch()
         self._complete.clear()
 
-    def add(self, index: int, weight: float, scale: float) -> None:  # noqa: ARG002 - the loop has them
+    def add(self, index: int, weight: float, scale: float) -> None:  # noqa: ARG002 - the loop passes both to every kind of step
         """End a micro batch: add gradients that no backward pass has completed, such as of unused layers."""
         self._run.calls.end_micro_batch()
         if index != self._loop.last:

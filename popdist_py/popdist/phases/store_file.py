@@ -290,7 +290,7 @@ class StoreFile:
             self._read_piece(starts[index], data)
             digests[index] = blake2b(data).digest()
             if target is not None:
-                target._write_piece(starts[index], data)  # noqa: SLF001 - its own class
+                target._write_piece(starts[index], data)  # noqa: SLF001 - the method belongs to the same class
 
         self._threads.start([partial(copy, index) for index in range(len(starts))]).wait()
         return _digest_of(digests)

@@ -74,5 +74,5 @@ def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]
     if groups.is_initialized():
         return bool(groups.get_world_size() > 1)
     # a destroyed group leaves the address of its store, and torch's function for printing exceptions
-    init_method = groups._default_pg_init_method  # noqa: SLF001 - no public name has it
+    init_method = groups._default_pg_init_method  # noqa: SLF001 - torch has no public name for the default
     return init_method is not None or excepthook.__module__ == groups.__name__

@@ -256,7 +256,7 @@ class Recording:
         begun_ns, text, pause = 0, "", self._make_pause()
         while True:
             with pause:
-                now = _loaded(sys._current_frames().get(thread)) if self._shared[0] else ""  # noqa: SLF001 - documented
+                now = _loaded(sys._current_frames().get(thread)) if self._shared[0] else ""  # noqa: SLF001 - Python documents the function
             if now != text:
                 if text:
                     self._append([os.getpid(), text, begun_ns, time.time_ns()])

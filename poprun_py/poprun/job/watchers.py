@@ -144,7 +144,7 @@ class StackWatch(Watcher):
             signals.wants_stacks = False
             self.ask()
 
-    def add_event(self, instance: int, event: Mapping[str, Any]) -> None:  # noqa: ARG002 - as each watcher's
+    def add_event(self, instance: int, event: Mapping[str, Any]) -> None:  # noqa: ARG002 - every watcher has this signature
         """Record that an instance has answered."""
         if self._inquiry is not None:
             self._inquiry.note_answer(instance)
@@ -314,7 +314,7 @@ class Lone(Watcher):
         self._watched = watched
         self._is_told = False
 
-    def update(self, now_seconds: float) -> None:  # noqa: ARG002 - as each watcher's
+    def update(self, now_seconds: float) -> None:  # noqa: ARG002 - every watcher has this signature
         """Print a warning once, while the instances run."""
         if not self._is_told and (number := num_lone(self._watched.record.statuses)) > 1:
             from poprun.observe.show.printed_report import describe_lone

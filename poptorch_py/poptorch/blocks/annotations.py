@@ -59,7 +59,7 @@ class BlockModule(nn.Module):
     _user_id: Id
     _ipu_id: int | None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - as modules have it
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - torch's modules have no docstring there
         if (seen := recorded_forward.get()) is not None:
             seen.enter(begun_by(self))
         return super().__call__(*args, **kwargs)
@@ -94,7 +94,7 @@ class FunctionBlock:
         self._user_id = user_id
         self._ipu_id = ipu_id
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the function has it
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - the docstring is the function's
         Block.start(self._user_id, self._ipu_id)
         return self._function(*args, **kwargs)
 
@@ -131,12 +131,12 @@ def removeBlocks(module: nn.Module) -> None:
     check_arguments("removeBlocks", "a module", module=module)
     for part in module.modules():
         if isinstance(part, BlockModule):
-            object.__setattr__(part, "__class__", part._plain)  # noqa: SLF001 - this module's own
+            object.__setattr__(part, "__class__", part._plain)  # noqa: SLF001 - this module sets the attribute
 
 
 def begun_by(module: BlockModule) -> EnteredBlock:
     """The block that ``module`` begins."""
-    return EnteredBlock(user_id=_text(module._user_id), ipu_id=module._ipu_id, module=module)  # noqa: SLF001
+    return EnteredBlock(user_id=_text(module._user_id), ipu_id=module._ipu_id, module=module)  # noqa: SLF001 - this module sets the attributes
 
 
 def module_repr(m: nn.Module) -> str:
@@ -158,7 +158,7 @@ def module_repr(m: nn.Module) -> str:
 def _plain_class(module: BlockModule) -> Iterator[None]:
     """Meanwhile ``module`` is of its own class."""
     kind = type(module)
-    object.__setattr__(module, "__class__", module._plain)  # noqa: SLF001 - this module's own
+    object.__setattr__(module, "__class__", module._plain)  # noqa: SLF001 - this module sets the attribute
     try:
         yield
     finally:

@@ -75,7 +75,7 @@ def _check_named(strategy: ExecutionStrategy, blocks: Sequence[EnteredBlock]) ->
 
 def check_stages(blocks: Sequence[EnteredBlock], options: Options, *, is_training: bool) -> None:
     """Refuse a call that does not fill the pipeline."""
-    strategy = options._execution_strategy  # noqa: SLF001 - programs read it so too
+    strategy = options._execution_strategy  # noqa: SLF001 - PopTorch's programs read the attribute by this name
     num_stages = count_stages(strategy, blocks)
     logger.debug("poptorch.Options enablePipelining set to value %d", is_pipeline(options) and num_stages > 1)
     if not is_pipeline(options):
@@ -96,5 +96,5 @@ def check_stages(blocks: Sequence[EnteredBlock], options: Options, *, is_trainin
 
 def is_pipeline(options: Options) -> bool:
     """Whether the stages of the options' strategy work at the same time, so that a call must fill them."""
-    strategy = options._execution_strategy  # noqa: SLF001 - as above
+    strategy = options._execution_strategy  # noqa: SLF001 - PopTorch's programs read the attribute by this name
     return isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)

@@ -287,7 +287,7 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
 
 
 def _updatable_buffers(options: Options, tensors: ModuleTensors) -> list[str]:
-    names: list[str] = options._Popart.options.get("updatableNamedBuffers", [])  # noqa: SLF001 - its setter puts it there
+    names: list[str] = options._Popart.options.get("updatableNamedBuffers", [])  # noqa: SLF001 - the setter of options writes the value there
     if unknown := [name for name in names if name not in tensors.buffers]:
         raise Error(
             f"updatableNamedBuffers names {', '.join(unknown)}, and the model has no such buffer: its buffers are "

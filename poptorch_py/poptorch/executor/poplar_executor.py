@@ -52,7 +52,7 @@ class PoplarExecutor:
             accept_optimizer(optimizer)
         if self._options.defaultOutputMode():
             self._options.outputMode(OutputMode.Final if self._is_training else OutputMode.All)
-        self._options._freeze()  # noqa: SLF001 - as a loader does
+        self._options._freeze()  # noqa: SLF001 - using options freezes them
         modes = ((part, getattr(part, "training", None)) for part in model.modules())
         self._modes = [(part, mode) for part, mode in modes if isinstance(mode, bool)]  # a frozen part has none
         self._compiled: CompiledModel | None = None
@@ -345,7 +345,7 @@ class PoplarExecutor:
 
     def _training_runs(self) -> TrainingRuns:
         runs = self._compiled_model().runs
-        assert isinstance(runs, TrainingRuns)  # noqa: S101 - a model that trains has these
+        assert isinstance(runs, TrainingRuns)  # noqa: S101 - mypy cannot know that a model that trains has TrainingRuns
         return runs
 
     def _check_device(self) -> None:

@@ -171,7 +171,7 @@ class CPU:
         self._ID = ID
         self._last_call: Callable[[], Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the function has it
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - the docstring is the function's
         self._last_call = partial(self._layer_to_call, *args, **kwargs)
         return self._last_call()
 

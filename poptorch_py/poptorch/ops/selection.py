@@ -34,7 +34,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor | int, size: int, step
     return view if step == 1 else view.unfold(dim, 1, step).squeeze(-1)
 
 
-def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor | int, size: int) -> Tensor:  # noqa: A002
+def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor | int, size: int) -> Tensor:  # noqa: A002 - PopTorch's name
     """A copy of ``input`` with ``src`` in place of the ``size`` elements from ``start`` on in dimension ``dim``.
 
     Args:

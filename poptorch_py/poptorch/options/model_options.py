@@ -276,7 +276,7 @@ class Options(OptionValues):
         values = super().toDict()
         for name in _PARTS:
             values |= getattr(self, name).toDict()
-        values["execution_mode"] = self._execution_strategy._execution_mode  # noqa: SLF001 - programs read it so too
+        values["execution_mode"] = self._execution_strategy._execution_mode  # noqa: SLF001 - PopTorch's programs read the attribute by this name
         return values
 
     def clone(self) -> Self:
@@ -286,7 +286,7 @@ class Options(OptionValues):
     def _freeze(self) -> None:
         super()._freeze()
         for name in _PARTS:
-            getattr(self, name)._freeze()  # noqa: SLF001 - its parts
+            getattr(self, name)._freeze()  # noqa: SLF001 - each part of the options has the same base class
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in _PARTS)

@@ -383,7 +383,7 @@ def _kernel(name: str, options: Any) -> Callable[..., object]:
         elif is_ours and first.device.type == "cpu" and first.layout is torch.strided:
             boxed = _call_group(calls, method, data, opts, call)
         else:
-            boxed = _call_backend(group._get_backend(first.device), method, data, opts)  # noqa: SLF001 - torch's name for it
+            boxed = _call_backend(group._get_backend(first.device), method, data, opts)  # noqa: SLF001 - a backend of torch has this method
         return (arguments[0], boxed) if name in _RETURN_TENSORS else boxed
 
     return kernel

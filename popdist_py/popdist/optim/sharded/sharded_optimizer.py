@@ -335,7 +335,7 @@ class ShardedOptimizer(Optimizer):
 
     def _completed_settings(self) -> Optimizer:
         """Return the inner optimizer of this instance's shards, with the present settings of all groups."""
-        assert self._inside is not None  # noqa: S101 - every optimizer has a group
+        assert self._inside is not None  # noqa: S101 - mypy cannot know that __init__ makes a group
         for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
             within.update(settings_of(own))
         return self._inside

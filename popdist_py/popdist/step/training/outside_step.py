@@ -85,7 +85,7 @@ class AutomaticReduction:
             replicas_in_turn.add(self)
             self._num_collectives = torch_private_groups.num_collectives()
         for other in _suspended and _suspended - {self}:
-            other._open_window()  # noqa: SLF001 - a method of the same class
+            other._open_window()  # noqa: SLF001 - the other one has the same class
 
     def end_computing(self) -> None:
         """Record that a micro batch of this model has ended, if one had begun."""
@@ -93,7 +93,7 @@ class AutomaticReduction:
             self.is_computing = False
             replicas_in_turn.discard(self)
             for other in _suspended and _suspended - {self}:
-                other._close_window()  # noqa: SLF001 - a method of the same class
+                other._close_window()  # noqa: SLF001 - the other one has the same class
 
     def refuse_collectives(self) -> None:
         """Raise an error if the program called torch.distributed in a micro batch of several replicas."""

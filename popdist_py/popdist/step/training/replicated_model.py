@@ -85,7 +85,7 @@ class ReplicatedModel(WrappingModel):
         "popdist.broadcast_weights(model), and make the optimizer then"
     )
 
-    def __init__(  # noqa: PLR0913 - the options of a model
+    def __init__(  # noqa: PLR0913 - each argument is an option of the user
         self,
         module: nn.Module,
         seed: int | None = 0,
@@ -157,7 +157,7 @@ class ReplicatedModel(WrappingModel):
         """Compile the wrapped module, as ``torch.nn.Module.compile`` does; popdist's part is not compiled."""
         self.module.compile(*args, **kwargs)
 
-    def run_micro_batches(  # noqa: PLR0913 - the arguments of micro_batches(), and the function
+    def run_micro_batches(  # noqa: PLR0913 - the arguments are those of micro_batches(), and the function
         self,
         batch: Nest,
         body: Callable[..., R],
@@ -211,7 +211,7 @@ class ReplicatedModel(WrappingModel):
         step = WholeStep(batch, accumulation, reduction, weights, split, add)
         return self._model_steps.run_micro_batches(step, body)
 
-    def pipeline_step(  # noqa: PLR0913 - the arguments of micro_batches(), and the schedule
+    def pipeline_step(  # noqa: PLR0913 - the arguments are those of micro_batches(), and the schedule
         self,
         schedule: Any,
         batch: Nest,

@@ -205,7 +205,7 @@ class _Server(uvicorn.Server):
         """Print an error of the event loop, at most one per minute, so that clients cannot fill the disk."""
         if time.monotonic() >= self._quiet_until_seconds:
             self._quiet_until_seconds = time.monotonic() + _PAUSE_SECONDS
-            print(f"vipu: {about['message']}: {about.get('exception', '')}", file=sys.stderr)  # noqa: T201 - a log
+            print(f"vipu: {about['message']}: {about.get('exception', '')}", file=sys.stderr)  # noqa: T201 - standard error is the server's log
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

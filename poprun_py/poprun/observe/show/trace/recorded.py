@@ -201,5 +201,5 @@ def _object(text: str) -> dict[str, Any]:
         raise ValueError("it is empty, as what is written to a full disk")
     values = json.loads(text)
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004 - of the text, as other damage
+        raise ValueError("it is no JSON object")  # noqa: TRY004 - the text is damaged, and the caller catches ValueError
     return values
