@@ -30,6 +30,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedSignals) -> int:
     """Run the launched attempt ``first`` and those that follow; return the exit code of the last one."""
+    gc.freeze()  # modules stay, so that the collector need not go through them
     gc.enable()  # `poprun.__main__` disables the collector while modules load
     plan, ends, launched = first.plan, outcome.ends, first
     on_look = outcome.note_progress if plan.has_curves else None

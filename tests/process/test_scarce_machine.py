@@ -1,6 +1,6 @@
 """Machines that lack something: files, processes, /proc, /dev/null, the loopback interface. One clear line each.
 
-Holds poprun.launch.process.limits.
+Holds poprun.launch.process.limits and poprun.launch.process.machine_evidence.
 Holds poprun.errors.
 """
 

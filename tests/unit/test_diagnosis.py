@@ -13,7 +13,8 @@ import pytest
 from popdist.ground.installation.torch_found import OLDEST_TORCH, trouble_of_torch
 from poprun.hosts.doctor.diagnosis import NEWEST_TORCH, State, can_run, diagnose, judge_hosts, render_findings
 from poprun.hosts.doctor.facts import InstallationFacts, Libraries, read_libraries
-from poprun.launch.process.limits import MemoryLimits, find_tmpdir_problem
+from poprun.launch.process.limits import find_tmpdir_problem
+from poprun.launch.process.machine_evidence import MemoryLimits
 from poprun.plan.topology import Gpu, MachineFacts
 from poprun.text.screen import ReportFormat
 from tests.docs.markdown import ROOT

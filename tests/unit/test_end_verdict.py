@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.launch.process.limits import Evidence
+from poprun.launch.process.machine_evidence import Evidence
 from poprun.observe.account.evidence import Call, GroupRecord, InstanceEvidence, StackFrame, Stacks
 from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords, last_words

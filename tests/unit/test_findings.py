@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.launch.process.limits import Evidence, KillCounts, MemoryLimits
+from poprun.launch.process.limits import KillCounts
+from poprun.launch.process.machine_evidence import Evidence, MemoryLimits
 from poprun.observe.account.last_words import LastWords
 from poprun.observe.account.state import AGENT_KILLED, InstanceStatus, MemoryCurve
 from poprun.observe.judge.findings import Findings, find_shortage, hint

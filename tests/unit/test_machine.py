@@ -22,7 +22,8 @@ from poprun.hosts.probe.machine import (
 from poprun.hosts.probe.mpi_runtimes import find_mpi, read_version
 from poprun.hosts.probe.program import resolve_program
 from poprun.launch.pressure import count_kills
-from poprun.launch.process.limits import KillCounts, cpu_quota, kill_counts, memory_limits
+from poprun.launch.process.limits import KillCounts, cpu_quota, kill_counts
+from poprun.launch.process.machine_evidence import memory_limits
 from poprun.plan.topology import Cpu, MpiKind, MpiRuntime
 from tests.machines import EIGHT_NODES, LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, Machine
 

@@ -6,7 +6,6 @@ The number of changes is at both ends of the page, so that a reader detects an u
 """
 
 import math
-import mmap
 import os
 import struct
 import time
@@ -201,6 +200,8 @@ class ProgressPage:
         """Write progress from now on to the file ``descriptor``; do nothing if the file is no progress page."""
         if not stack_signal.is_page(descriptor):
             return
+        import mmap
+
         try:
             memory = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
         except (OSError, ValueError):

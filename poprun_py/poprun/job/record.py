@@ -13,7 +13,6 @@ from popdist.ground.contract import Endpoint
 from popdist.ground.progress import PhaseCounters, Progress
 from poprun.errors import SHORTAGES, describe_error
 from poprun.launch.messages.control import LOST
-from poprun.launch.process.limits import read_evidence_of_machine
 from poprun.observe.account.job_identity import JobIdentity
 from poprun.observe.account.state import (
     AGENT_FROZEN,
@@ -87,6 +86,14 @@ def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
     return _with_problem(ended, problem, now_seconds)
 
 
+def _after_evidence_of_machine(
+    status: InstanceStatus, event: dict[str, Any], _: Phase, __: float
+) -> InstanceStatus:
+    from poprun.launch.process.machine_evidence import read_evidence_of_machine
+
+    return replace(status, machine_evidence=read_evidence_of_machine(event))
+
+
 def _after_stats(status: InstanceStatus, event: dict[str, Any], _: Phase, now_seconds: float) -> InstanceStatus:
     if "memory_bytes" in event:
         usage = Usage(
@@ -155,7 +162,7 @@ _CHANGES: Final[Mapping[str, Callable[[InstanceStatus, dict[str, Any], Phase, fl
     "failed_to_bind": _after_failed_start,
     "stats": _after_stats,
     "exited": _after_exit,
-    "machine": lambda status, event, *_: replace(status, machine_evidence=read_evidence_of_machine(event)),
+    "machine": _after_evidence_of_machine,
     "shim_lost": _after_lost_shim,
     "runtime_lost": _after_lost_runtime,
     "agent_lost": _after_loss,

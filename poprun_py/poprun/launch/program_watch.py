@@ -357,7 +357,8 @@ class ProgramWatch:
 
     def machine_event(self) -> Message:
         """The event after a failure with what the kernel has killed on this host since the begin, and limits."""
-        from poprun.launch.process.limits import KillCounts, evidence_since
+        from poprun.launch.process.limits import KillCounts
+        from poprun.launch.process.machine_evidence import evidence_since
 
         evidence = evidence_since(KillCounts(*self._kills))
         limits = {name: getattr(evidence.limits, name) for name in evidence.limits.__slots__}

@@ -3,7 +3,6 @@
 poprun does not replace a variable that the user has set; `contradictions` tells the user what follows.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
@@ -136,6 +135,8 @@ def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
     """Return the variable that lists TensorFlow's workers (MultiWorkerMirroredStrategy); {} without workers."""
     if not start.workers:
         return {}
+    import json
+
     cluster = {"worker": [str(worker) for worker in start.workers]}
     return {TENSORFLOW: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})}
 

@@ -3,7 +3,6 @@
 Pure: the user's variables are an argument. The names of the contract are in `popdist.ground.contract`.
 """
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -154,6 +153,8 @@ def _trace_environment(
     trace = plan.trace
     if trace.folder is None or start is None:
         return {}
+    import json
+
     steps = trace.steps or (None if trace.seconds else TRACED_STEPS)
     file = os.path.join(plan.trace_parts(start.job_id, start.restart_count), f"instance-{index}")
     settings = {"file": file, "steps": steps and [steps.start, steps.stop], "seconds": trace.seconds}

@@ -12,13 +12,8 @@ from typing import Final
 
 from popdist.ground.contract import VERSION
 from poprun.hosts.probe.machine import machine_facts
-from poprun.launch.process.limits import (
-    MemoryLimits,
-    cpu_quota,
-    find_loopback_problem,
-    find_tmpdir_problem,
-    memory_limits,
-)
+from poprun.launch.process.limits import cpu_quota, find_loopback_problem, find_tmpdir_problem
+from poprun.launch.process.machine_evidence import MemoryLimits, memory_limits
 from poprun.launch.process.spawn import answer_of
 from poprun.makers.maker import TORCH_BUILDS
 from poprun.plan.program_environment import HASH_SEED

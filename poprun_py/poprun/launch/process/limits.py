@@ -1,4 +1,4 @@
-"""The limits of this machine for a job's processes, what a job needs, and which processes the kernel killed.
+"""The limits of this machine for a job's processes, what a job needs, and how many processes the kernel killed.
 
 A process is in control groups (cgroups(7)), which limit its time on cores and its memory; the limit of each group
 counts. For each instance poprun has a socket and two pipes open, so it raises its own soft limit of open files
@@ -9,24 +9,19 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from poprun.errors import SHORTAGES, LaunchError
 
-_CGROUPS: Final = "/sys/fs/cgroup"
-_MEMBERSHIP: Final = "/proc/self/cgroup"
+CGROUPS: Final = "/sys/fs/cgroup"
+MEMBERSHIP: Final = "/proc/self/cgroup"
 _VMSTAT: Final = "/proc/vmstat"
-_MEMINFO: Final = "/proc/meminfo"
-_SHARED_MEMORY: Final = "/dev/shm"
-_NO_LIMIT_BYTES: Final = 2**60
-_KIBIBYTE: Final = 1024
 
 
-class _ControlGroup(NamedTuple):
+class ControlGroup(NamedTuple):
     """A control group: its folder, which a container may lack, and whether its version is 2."""
 
     folder: str
@@ -37,7 +32,7 @@ class _ControlGroup(NamedTuple):
         return os.path.join(self.folder, unified if self.is_unified else older)
 
 
-def _control_groups(controller: str, membership: str, cgroups: str) -> Iterator[_ControlGroup]:
+def control_groups(controller: str, membership: str, cgroups: str) -> Iterator[ControlGroup]:
     """Yield the control groups of this process that may have files of ``controller``, inner groups first."""
     try:
         lines = read_text(membership).splitlines()
@@ -50,16 +45,16 @@ def _control_groups(controller: str, membership: str, cgroups: str) -> Iterator[
                 root = os.path.join(cgroups, controller) if controllers else cgroups
                 names = [name for name in path.split("/") if name]
                 for depth in range(len(names), -1, -1):
-                    yield _ControlGroup(os.path.join(root, *names[:depth]), is_unified=not controllers)
+                    yield ControlGroup(os.path.join(root, *names[:depth]), is_unified=not controllers)
 
 
-def cpu_quota(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> float | None:
+def cpu_quota(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> float | None:
     """Return the number of cores whose time the control groups allow; None if no group has a limit."""
-    quotas = map(_group_quota, _control_groups("cpu", membership, cgroups))
+    quotas = map(_group_quota, control_groups("cpu", membership, cgroups))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _group_quota(group: _ControlGroup) -> float | None:
+def _group_quota(group: ControlGroup) -> float | None:
     with suppress(OSError, ValueError):
         quota, *period = read_text(group.file("cpu.max", "cpu.cfs_quota_us")).split()
         if quota in ("max", "-1"):
@@ -80,83 +75,23 @@ class KillCounts(NamedTuple):
         return KillCounts(*(None if now is None or then is None else now - then for now, then in pairs))
 
 
-def kill_counts(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
+def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
     """Return how many processes the kernel has killed until now. The arguments are for tests."""
     files = (
         group.file("memory.events", "memory.oom_control")
-        for group in _control_groups("memory", membership, cgroups)
+        for group in control_groups("memory", membership, cgroups)
     )
-    counts = (_named_count(file, "oom_kill") for file in files)
+    counts = (named_count(file, "oom_kill") for file in files)
     in_group = next((count for count in counts if count is not None), None)
-    return KillCounts(in_group=in_group, on_machine=_named_count(vmstat, "oom_kill"))
+    return KillCounts(in_group=in_group, on_machine=named_count(vmstat, "oom_kill"))
 
 
-def _named_count(path: str, name: str) -> int | None:
+def named_count(path: str, name: str) -> int | None:
     """Return the number after ``name`` in a file of names and numbers; None if it is missing."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in read_text(path).splitlines()]
         return next((int(row[1]) for row in rows if row[:1] == [name]), None)
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimits:
-    """The memory and processor time that a program may use; None for a limit that is not set or not known."""
-
-    group_bytes: int | None = None  # limit of the control groups around this process
-    machine_bytes: int | None = None  # the machine's memory
-    address_space_bytes: int | None = None  # address space of each process (``ulimit -v``)
-    cpu_seconds: int | None = None  # processor time that each process may use (``ulimit -t``)
-    shared_bytes: int | None = None  # size of /dev/shm
-    shared_free_bytes: int | None = None  # free memory in /dev/shm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """The facts of the machine that may explain why a program has failed."""
-
-    killed: KillCounts = field(default_factory=KillCounts)  # processes that the kernel has killed during the job
-    limits: MemoryLimits = field(default_factory=MemoryLimits)  # the limits of a program
-
-
-def read_evidence_of_machine(event: Mapping[str, Any]) -> Evidence:
-    """Return the evidence in an event of an agent on another host."""
-    limits = {it.name: event["limits"].get(it.name) for it in fields(MemoryLimits)}
-    return Evidence(killed=KillCounts(*event["killed"]), limits=MemoryLimits(**limits))
-
-
-def evidence_since(before: KillCounts) -> Evidence:
-    """Return the evidence after a failure of a job; ``before`` are the counts from the job's beginning."""
-    return Evidence(killed=kill_counts().since(before), limits=memory_limits())
-
-
-def memory_limits(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> MemoryLimits:
-    """Return the limits of a program that is started on this machine. The arguments are for tests."""
-    groups = (_group_limit(group) for group in _control_groups("memory", membership, cgroups))
-    kibibytes = _named_count(_MEMINFO, "MemTotal:")
-    shared = None
-    with suppress(OSError):
-        shared = os.statvfs(_SHARED_MEMORY)
-    return MemoryLimits(
-        group_bytes=min((limit for limit in groups if limit is not None), default=None),
-        machine_bytes=None if kibibytes is None else kibibytes * _KIBIBYTE,
-        address_space_bytes=_soft_limit(resource.RLIMIT_AS),
-        cpu_seconds=_soft_limit(resource.RLIMIT_CPU),
-        shared_bytes=None if shared is None else shared.f_blocks * shared.f_frsize,
-        shared_free_bytes=None if shared is None else shared.f_bavail * shared.f_frsize,
-    )
-
-
-def _group_limit(group: _ControlGroup) -> int | None:
-    with suppress(OSError, ValueError):
-        limit = int(read_text(group.file("memory.max", "memory.limit_in_bytes")))
-        return limit if limit < _NO_LIMIT_BYTES else None
-    return None
-
-
-def _soft_limit(kind: int) -> int | None:
-    soft, _ = resource.getrlimit(kind)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def read_text(path: str) -> str:

@@ -11,7 +11,7 @@ from popdist.ground.layout import Parallelism
 from popdist.ground.progress import PhaseCounters, Progress
 
 if TYPE_CHECKING:
-    from poprun.launch.process.limits import Evidence
+    from poprun.launch.process.machine_evidence import Evidence
 
 MAX_SAMPLES: Final = 64  # samples of memory that are kept of an instance
 AGENT_KILLED: Final = "its agent was killed"

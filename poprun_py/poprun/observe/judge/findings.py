@@ -9,7 +9,8 @@ from typing import Final
 
 from popdist.errors import name_instances
 from poprun.errors import describe_error
-from poprun.launch.process.limits import Evidence, KillCounts, MemoryLimits
+from poprun.launch.process.limits import KillCounts
+from poprun.launch.process.machine_evidence import Evidence, MemoryLimits
 from poprun.makers.failures import find_device_failure
 from poprun.observe.account.judgements import Verdict
 from poprun.observe.account.last_words import LastWords

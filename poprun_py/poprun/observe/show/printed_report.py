@@ -10,7 +10,8 @@ from typing import Final
 from popdist.errors import name_instances
 from popdist.ground.layout import Parallelism
 from poprun.hosts.probe.program import words_for_own_python
-from poprun.launch.process.limits import Evidence, KillCounts, evidence_since
+from poprun.launch.process.limits import KillCounts
+from poprun.launch.process.machine_evidence import Evidence, evidence_since
 from poprun.observe.account.judgements import Cause, Verdict
 from poprun.observe.account.last_words import LastWords, last_words, without_numbers
 from poprun.observe.account.state import (

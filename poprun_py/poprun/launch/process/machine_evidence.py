@@ -1,0 +1,84 @@
+"""The facts of this machine that may explain why a program has failed; no module of a start loads them."""
+
+import os
+import resource
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from poprun.launch.process.limits import (
+    CGROUPS,
+    MEMBERSHIP,
+    ControlGroup,
+    KillCounts,
+    control_groups,
+    kill_counts,
+    named_count,
+    read_text,
+)
+
+_MEMINFO: Final = "/proc/meminfo"
+_SHARED_MEMORY: Final = "/dev/shm"
+_NO_LIMIT_BYTES: Final = 2**60
+_KIBIBYTE: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """The memory and processor time that a program may use; None for a limit that is not set or not known."""
+
+    group_bytes: int | None = None  # limit of the control groups around this process
+    machine_bytes: int | None = None  # the machine's memory
+    address_space_bytes: int | None = None  # address space of each process (``ulimit -v``)
+    cpu_seconds: int | None = None  # processor time that each process may use (``ulimit -t``)
+    shared_bytes: int | None = None  # size of /dev/shm
+    shared_free_bytes: int | None = None  # free memory in /dev/shm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """The facts of the machine that may explain why a program has failed."""
+
+    killed: KillCounts = field(default_factory=KillCounts)  # processes that the kernel has killed during the job
+    limits: MemoryLimits = field(default_factory=MemoryLimits)  # the limits of a program
+
+
+def read_evidence_of_machine(event: Mapping[str, Any]) -> Evidence:
+    """Return the evidence in an event of an agent on another host."""
+    limits = {it.name: event["limits"].get(it.name) for it in fields(MemoryLimits)}
+    return Evidence(killed=KillCounts(*event["killed"]), limits=MemoryLimits(**limits))
+
+
+def evidence_since(before: KillCounts) -> Evidence:
+    """Return the evidence after a failure of a job; ``before`` are the counts from the job's beginning."""
+    return Evidence(killed=kill_counts().since(before), limits=memory_limits())
+
+
+def memory_limits(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> MemoryLimits:
+    """Return the limits of a program that is started on this machine. The arguments are for tests."""
+    groups = (_group_limit(group) for group in control_groups("memory", membership, cgroups))
+    kibibytes = named_count(_MEMINFO, "MemTotal:")
+    shared = None
+    with suppress(OSError):
+        shared = os.statvfs(_SHARED_MEMORY)
+    return MemoryLimits(
+        group_bytes=min((limit for limit in groups if limit is not None), default=None),
+        machine_bytes=None if kibibytes is None else kibibytes * _KIBIBYTE,
+        address_space_bytes=_soft_limit(resource.RLIMIT_AS),
+        cpu_seconds=_soft_limit(resource.RLIMIT_CPU),
+        shared_bytes=None if shared is None else shared.f_blocks * shared.f_frsize,
+        shared_free_bytes=None if shared is None else shared.f_bavail * shared.f_frsize,
+    )
+
+
+def _group_limit(group: ControlGroup) -> int | None:
+    with suppress(OSError, ValueError):
+        limit = int(read_text(group.file("memory.max", "memory.limit_in_bytes")))
+        return limit if limit < _NO_LIMIT_BYTES else None
+    return None
+
+
+def _soft_limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
