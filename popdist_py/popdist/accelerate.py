@@ -3,9 +3,8 @@
 Needs the package ``accelerate``. One line changes: ``from popdist.accelerate import Accelerator``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from popdist.errors import BatchError, WeightsError
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
+from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_rows import ReplicaScopes, RowDataset, RowSampler, RowStream, same_row
-from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
-from popdist.trainers.scheduler_turns import without_schedulers
+from popdist.trainers.replica_steps import ReplicaSteps
 
-_NO_STEP = (
-    "optimizer.step() was not called in a turn of the loop whose gradients it needs. To accumulate gradients, "
-    "write Accelerator(gradient_accumulation_steps=N) and `with accelerator.accumulate(model):`"
-)
+_ACCUMULATE = "Accelerator(gradient_accumulation_steps=N) and `with accelerator.accumulate(model):`"
 
 
 class Accelerator(accelerate.Accelerator):
@@ -67,7 +63,7 @@ class Accelerator(accelerate.Accelerator):
         self.replica_steps: ReplicaSteps | None = None
         self.deals_rows = False
         self._counts_instances = False
-        self._turn = _Turn()
+        self.loop_turns: LoopTurns | None = None
         if self.num_replicas > 1:
             self._refuse_engines()
             self.register_save_state_pre_hook(self._save_states)
@@ -131,6 +127,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if self.replica_steps is None:
             self.replica_steps = ReplicaSteps(prepared)
+            self.loop_turns = LoopTurns(self.replica_steps, _ACCUMULATE)
         return self.replica_steps.model
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -243,7 +240,7 @@ class Accelerator(accelerate.Accelerator):
         if self.num_replicas == 1 or not isinstance(prepared, AcceleratedOptimizer):
             return prepared
         own = _Optimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
-        own.end_of_turn = self._end_with_step
+        own.owner = self
         self._optimizers[-1] = own
         return own
 
@@ -260,11 +257,11 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Accumulate gradients over ``gradient_accumulation_steps`` batches of each replica."""
-        if self.num_replicas == 1 or not self._turn.is_on:
+        if self.loop_turns is None or not self.loop_turns.is_running:
             with super().accumulate(*models):
                 yield
             return
-        self._turn.accumulates = True
+        self.loop_turns.accumulates = True
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -275,65 +272,39 @@ class Accelerator(accelerate.Accelerator):
         return unsynchronised
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of ``loss``; at the last batch of a step, reduce the gradients of all replicas."""
-        steps = self.replica_steps
-        if self._turn.is_on and (steps is None or not steps.is_open):
-            raise BatchError(
-                "accelerator.backward() was called twice at the last batch of a step: add the losses, and call "
-                "accelerator.backward() once"
-            )
+        """Compute the gradients of ``loss``; at the last batch of a step, reduce the gradients of all replicas.
+
+        Raises:
+            BatchError: If the function is called twice in one turn of a loop.
+        """
+        turns = self.loop_turns
+        if turns is None or not turns.is_running:
+            super().backward(loss, **kwargs)
+            return
+        turns.check_backward("accelerator.backward")
         super().backward(loss, **kwargs)
-        if self._turn.is_on and self._turn.is_last:
-            self._end_micro_batch()
-
-    def _end_with_step(self) -> None:
-        self._turn.has_stepped = True
-        if self._turn.is_on and self._turn.is_last:
-            self._end_micro_batch()
-
-    def _end_micro_batch(self) -> None:
-        if self.replica_steps is not None:
-            self.replica_steps.end(add=len(self.replica_steps.replicas) == 1)
-
-    @property
-    def begun_steps(self) -> ReplicaSteps:
-        """The steps of the prepared model; raises BatchError before a model was prepared."""
-        if self.replica_steps is None:
-            raise BatchError(
-                "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
-            )
-        return self.replica_steps
+        turns.end_micro_batch()
 
     def turns(self, rows: Any) -> Iterator[Any]:
         """Yield the batches of all rows, each as the replica whose batch it is: the inside of a training loop."""
-        steps = self.begun_steps
-        group: list[Any] = []
+        if self.loop_turns is None:
+            raise BatchError(
+                "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
+            )
         try:
-            for row in rows:
-                group.append(row)
-                if len(group) == self.gradient_accumulation_steps or rows.end_of_dataloader:
-                    for micro_batch in in_replica_order(group):
-                        self._begin_turn(micro_batch)
-                        with nullcontext() if micro_batch.is_of_last_replica else without_schedulers():
-                            yield micro_batch.content
-                        self._end_turn()
-                    group = []
+            for content in self.loop_turns.over(self._rows_of_steps(rows)):
+                self.sync_gradients = self.loop_turns.is_last
+                yield content
         finally:
-            self._turn.is_on = False
             self.sync_gradients = True
-            steps.exit()
 
-    def _begin_turn(self, micro_batch: ReplicaBatch) -> None:
-        self._turn = _Turn(is_on=True, is_last=micro_batch.is_last)
-        self.sync_gradients = micro_batch.is_last
-        self.begun_steps.begin(micro_batch)
-
-    def _end_turn(self) -> None:
-        turn = self._turn
-        self._end_micro_batch()
-        one = len(context.local_replicas()) == self.gradient_accumulation_steps == 1
-        if not (turn.has_stepped or one or (turn.accumulates and not turn.is_last)):
-            raise BatchError(_NO_STEP)
+    def _rows_of_steps(self, rows: Any) -> Iterator[list[Any]]:
+        step: list[Any] = []
+        for row in rows:
+            step.append(row)
+            if len(step) == self.gradient_accumulation_steps or rows.end_of_dataloader:
+                yield step
+                step = []
 
     def _save_states(self, _models: Any, _weights: Any, folder: str) -> None:
         """Save the random states of all replicas with accelerate's checkpoint."""
@@ -352,24 +323,17 @@ class Accelerator(accelerate.Accelerator):
         return PreparedLoader(self, dealt, rows)
 
 
-@dataclass
-class _Turn:
-    """What the program has done since the loader gave it a batch; ``is_on`` only in a training loop."""
-
-    is_on: bool = False
-    is_last: bool = False
-    accumulates: bool = False
-    has_stepped: bool = False
-
-
 class _Optimizer(AcceleratedOptimizer):
     """accelerate's optimizer, whose step ends the micro batch before."""
 
-    end_of_turn: Callable[[], None]
+    owner: Accelerator
 
     def step(self, closure: Any = None) -> None:
         """Step, if the gradients of all replicas are there."""
-        self.end_of_turn()
+        turns = self.owner.loop_turns
+        if turns is not None and turns.is_running:
+            turns.has_stepped = True
+            turns.end_micro_batch()
         super().step(closure)
 
 

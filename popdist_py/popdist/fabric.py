@@ -17,16 +17,11 @@ from popdist.errors import BatchError, WeightsError
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, row_loader
-from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
-from popdist.trainers.scheduler_turns import without_schedulers
+from popdist.trainers.loop_turns import LoopTurns
+from popdist.trainers.replica_steps import ReplicaSteps
 
 _STATES = "popdist_replica_random_states"
 """The key of a checkpoint under which the random states of all replicas lie."""
-
-_NO_STEP = (
-    "optimizer.step() was not called in the last turn of an optimizer step. To accumulate gradients over N "
-    "batches of each replica, write popdist.fabric.FabricStrategy(accumulation=N)"
-)
 
 
 class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
@@ -55,8 +50,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         super().__init__(**options)
         self.accumulation = accumulation
         self.steps: ReplicaSteps | None = None
-        self._turn: ReplicaBatch | None = None
-        self._has_stepped = False
+        self._turns: LoopTurns | None = None
         if self.has_replicas:
             self._backward_sync_control = _AtLastTurn()
 
@@ -68,7 +62,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
     @property
     def sync_gradients(self) -> bool:
         """Whether ``optimizer.step()`` acts now: at the last batch of an optimizer step, and outside of a loop."""
-        return self._turn is None or self._turn.is_last
+        return self._turns is None or self._turns.is_last
 
     def setup_module(self, module: nn.Module) -> Any:
         """Return the replicated model; raise WeightsError for a second model with parameters that are trained."""
@@ -82,6 +76,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
                 "put both into one nn.Module, or call requires_grad_(False) for a model that is not trained"
             )
         self.steps = ReplicaSteps(module)
+        self._turns = LoopTurns(self.steps, "popdist.fabric.FabricStrategy(accumulation=N)")
         return self.steps.model
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -99,33 +94,19 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     def turns(self, rows: Any) -> Iterator[Any]:
         """Yield the batches of all rows, each as the replica whose batch it is: the inside of a training loop."""
-        steps, taken = self._steps_of_loop(), iter(rows)
-        steps.begin_epoch()
-        try:
-            while step := list(islice(taken, self.accumulation)):
-                for micro_batch in in_replica_order(step):
-                    self._turn, self._has_stepped = micro_batch, False
-                    steps.begin(micro_batch)
-                    with nullcontext() if micro_batch.is_of_last_replica else without_schedulers():
-                        yield micro_batch.content
-                    self._end_turn(micro_batch)
-        finally:
-            self._turn = None
-            steps.exit()
-
-    def _steps_of_loop(self) -> ReplicaSteps:
-        if self.steps is None:
+        if self.steps is None or self._turns is None:
             raise BatchError("no model was set up: call fabric.setup(model, optimizer) before the loop")
-        return self.steps
+        taken = iter(rows)
+        self.steps.begin_epoch()
+        steps = iter(lambda: list(islice(taken, self.accumulation)), [])
+        for content in self._turns.over(steps):
+            self._turns.accumulates = self.accumulation > 1
+            yield content
 
-    def _end_micro_batch(self) -> None:
-        steps = self._steps_of_loop()
-        steps.end(add=len(steps.replicas) == 1)
-
-    def _end_turn(self, turn: ReplicaBatch) -> None:
-        self._end_micro_batch()
-        if turn.is_last and not self._has_stepped and turn.index > 0:
-            raise BatchError(_NO_STEP)
+    @property
+    def _running(self) -> LoopTurns | None:
+        """The turns of the loop that the program is in; None outside of a loop."""
+        return self._turns if self._turns is not None and self._turns.is_running else None
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss; in the last turn, reduce the gradients of all replicas.
@@ -133,21 +114,22 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         Raises:
             BatchError: If the function is called twice in one turn.
         """
-        if self._turn is not None and not self._steps_of_loop().is_open:
-            raise BatchError("fabric.backward() was called twice in one turn of the loop: add the losses first")
+        turns = self._running
+        if turns is not None:
+            turns.check_backward("fabric.backward")
         super().backward(tensor, module, *args, **kwargs)
-        if self._turn is not None:
-            self._end_micro_batch()
+        if turns is not None:
+            turns.end_micro_batch()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, if the gradients of all replicas are there; raise BatchError for a closure."""
-        if self._turn is None:
+        if (turns := self._running) is None:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:
             raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
-        self._end_micro_batch()
-        self._has_stepped = True
-        return super().optimizer_step(optimizer) if self.sync_gradients else None
+        turns.end_micro_batch()
+        turns.has_stepped = True
+        return super().optimizer_step(optimizer) if turns.is_last else None
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clip the gradients of all replicas by their norm; do nothing before the last turn."""

@@ -2,7 +2,7 @@
 
 Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
 popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs and
-popdist.trainers.scheduler_turns.
+popdist.trainers.loop_turns.
 """
 
 import re
