@@ -70,7 +70,7 @@ Examples:
 
 
 def main() -> None:
-    """Run `poprun-size` with the words of this process and end it."""
+    """Run `poprun-size` with the arguments of this process and end the process."""
     sys.exit(run_click(size, "poprun-size"))
 
 
@@ -194,7 +194,7 @@ def size(**words: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """The words of the command line."""
+    """The options and arguments of one call of `poprun-size`, as click has parsed the command line."""
 
     model: str | None
     numbers: tuple[str, ...]
@@ -218,14 +218,14 @@ class _Asked:
     cases: str | None
 
     def values(self, words: str = "") -> dict[str, Any]:
-        """The values of a mapping that are fixed, and those of ``words``."""
+        """Return the values of a mapping that the user has fixed with options or in ``words``, by name."""
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
         given = [f"{name}={number}" for name, number in sizes.items() if number is not None]
         return parse_mapping(",".join([*self.fix, *given, words]))
 
 
 def _refuse_beside_cases(context: click.Context) -> None:
-    """Refuse what rows of a file have columns for, and what does nothing with rows."""
+    """Raise UsageError if the user gave an option that --cases, which predicts the rows of a file, cannot use."""
     given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     words = {"numbers": "the numbers", "form": f"--format {context.params['form']}"}
     taken = ("cases", "machines", "top", *(["form"] if context.params["form"] in ("table", "csv") else []))
@@ -237,7 +237,7 @@ def _refuse_beside_cases(context: click.Context) -> None:
 
 
 def _workload(asked: _Asked, machines: Mapping[str, Machine]) -> Workload:
-    """What is to be mapped."""
+    """Return the workload to map to devices: the model, the machine and the training that ``asked`` describes."""
     model = _model(asked.model, asked.numbers)
     machine = _machine(asked, machines)
     if asked.global_batch is None:
@@ -256,7 +256,7 @@ def _workload(asked: _Asked, machines: Mapping[str, Machine]) -> Workload:
 
 
 def _size(option: str, text: str) -> int:
-    """The bytes that an option gives, in GiB if there is no unit."""
+    """Return the number of bytes in ``text``, the value of ``option``; a number without a unit is in GiB."""
     size = bytes_of(text, "gib")
     if size is None:
         raise UsageError(f"{option} {text} is no size: give GiB, or a unit, as 2GB")
@@ -264,7 +264,7 @@ def _size(option: str, text: str) -> int:
 
 
 def _print_mappings(asked: _Asked, workload: Workload) -> None:
-    """Print the explained mapping, or those that a search found, and save the first."""
+    """Print the mapping that --explain names, or the mappings that a search found; --save writes the first one."""
     if asked.explain is not None:
         first = _explained(asked, workload)
         answer = Answer(fitting=(first,), faster=None, num_mappings=1)
@@ -295,7 +295,7 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
 
 
 def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) -> str:
-    """That no mapping fits, and what would change it."""
+    """Return the message that no mapping fits, with the nearest changes that would make a mapping fit."""
     machine = workload.machine
     return (
         f"none of {answer.num_mappings} mappings of {workload.model.name} fits {machine.num_devices} x "
@@ -304,7 +304,7 @@ def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) 
 
 
 def _explained(asked: _Asked, workload: Workload) -> Candidate:
-    """The mapping that is asked for in words, or that a file holds which was saved for the same model."""
+    """Return the prediction for the mapping that --explain gives as words, or as a file saved for this model."""
     file = asked.explain or ""
     if file.endswith(".json"):
         if asked.values():
@@ -322,7 +322,7 @@ def _explained(asked: _Asked, workload: Workload) -> Candidate:
 
 
 def _save(path: str, content: str) -> None:
-    """Write a file that has all of ``content`` or is not changed."""
+    """Write ``content`` to the file ``path``. Raises OutputError after an error; the file is then unchanged."""
     try:
         check_target(path)
         write_whole(path, content)
@@ -331,7 +331,7 @@ def _save(path: str, content: str) -> None:
 
 
 def _print_cases(path: str, machines: Mapping[str, Machine]) -> None:
-    """Print the rows of a file with what is predicted; wrong ones are said on standard error, and exit with 2."""
+    """Print each row of the CSV file ``path`` with its prediction, then raise PlanError if some rows are wrong."""
     text = read_text(path, "--cases")
     try:
         found = predict_cases(text, machines)
@@ -344,7 +344,7 @@ def _print_cases(path: str, machines: Mapping[str, Machine]) -> None:
 
 
 def _model(name: str | None, numbers: tuple[str, ...]) -> Model:
-    """The model that a name and numbers give, or a file."""
+    """Return the model called ``name`` with the sizes ``numbers``, or the model from the JSON file ``name``."""
     if name is None:
         if meant := next((word for word in numbers if "=" not in word), ""):
             raise UsageError(f"there is no model: write --model {meant}")
@@ -363,7 +363,7 @@ def _model(name: str | None, numbers: tuple[str, ...]) -> Model:
 
 
 def _machine(asked: _Asked, known: Mapping[str, Machine]) -> Machine:
-    """The machine that the options give, else the GPUs that are here."""
+    """Return the machine that the options describe; without such options, a machine with the GPUs found here."""
     if sum(word is not None for word in (asked.devices, asked.pod, asked.cpu)) > 1:
         raise UsageError("give one of --devices, --pod and --cpu")
     if asked.store is not None and asked.cpu is None:
@@ -380,7 +380,7 @@ def _machine(asked: _Asked, known: Mapping[str, Machine]) -> Machine:
 
 
 def _described_machines(path: str) -> dict[str, Machine]:
-    """The machines of a YAML file."""
+    """Return the machines that the YAML file ``path`` describes, by name."""
     try:
         return machines_of(parse_yaml(read_text(path, "--machines")), path)
     except ValueError as error:
@@ -388,7 +388,7 @@ def _described_machines(path: str) -> dict[str, Machine]:
 
 
 def _known_device(gpu: Gpu) -> str:
-    """Our name of what ``gpu`` is."""
+    """Return popsize's name for the type of ``gpu``. Raises UsageError if popsize does not know the type."""
     fits = [key for key in DEVICES if is_called(key, gpu.model)]
     if not fits:
         raise UsageError(
@@ -399,7 +399,7 @@ def _known_device(gpu: Gpu) -> str:
 
 
 def _measured_cpu(num_instances: int, store: str | None) -> Machine:
-    """This machine's CPU as ``num_instances`` devices, measured by a process of its own, maybe with a disk."""
+    """Measure this machine's CPU in another process; return the CPU as a machine of ``num_instances`` devices."""
     words = [sys.executable, "-P", "-m", "popdist.parallel.measures.cpu_speed", str(num_instances)]
     words += [] if store is None else ["--store", store]
     try:

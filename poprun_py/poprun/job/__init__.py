@@ -1,1 +1,1 @@
-"""The supervisor of a job, from its plan to its end: listen, snapshot, decision, action."""
+"""The supervision of a running job: receive events, make a snapshot of the job, decide on an action, act."""

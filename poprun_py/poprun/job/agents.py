@@ -1,7 +1,7 @@
-"""The control sockets of a job, and the links to its agents that are connected there.
+"""The control sockets of a job, at which agents and monitors connect to poprun, and these connections (links).
 
-Only one agent for each instance may speak; what is no message is refused with a warning. On one machine the kernel
-says whose process is at the other end; agents of other hosts prove that they know the job's key (`key_proofs`).
+Only one agent for each instance may send events. poprun refuses data that is no message, and logs a warning. On
+one machine the kernel names the user at the other end; other hosts prove that they know the key (`key_proofs`).
 """
 
 import os
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from poprun.job.monitors import Viewers
     from poprun.launch.routes import JobNetwork
 
-_TALK_SECONDS: Final = 5.0  # how long an agent may take to read a message
+_TALK_SECONDS: Final = 5.0  # how long an agent may take to receive a message
 _MOST_REASONS: Final = 10
 
 Event = tuple[int, dict[str, Any]]
 
 
 class Stranger:
-    """The other end of a link that has not said yet who it is."""
+    """The other end of a connection to poprun before its first message, which says whether it is an agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntroducedAgent:
-    """The other end of a link that has said hello."""
+    """The agent at the other end of a connection to poprun, known since its first message, the event hello."""
 
     instance: int
 
 
 class AgentLinks:
-    """The links to a job's agents and monitors; what is registered with ``selector`` yields their events."""
+    """The connections to a job's agents and monitors; for each, ``selector`` has a function that yields events."""
 
     def __init__(self, num_instances: int, selector: selectors.BaseSelector, network: "JobNetwork | None") -> None:
         self._num_instances = num_instances
@@ -61,13 +61,13 @@ class AgentLinks:
         self._streams: dict[int, dict[int, socket.socket]] = {}
         self._listeners: list[socket.socket] = []
         self._proofs: KeyProofs | None = None
-        self.viewers: Viewers | None = None  # the monitors that look at the job; None until the first one comes
-        self.address = self._listen_here()  # the address of the control socket, as the shims are told it
+        self.viewers: Viewers | None = None  # the connected monitors; None until the first monitor connects
+        self.address = self._listen_here()  # the address of the control socket, which the shims get
         if network is not None:
             self.address = self._listen_to_hosts(network)
 
     def close(self) -> None:
-        """Close every connection; an agent that still lives then ends its tree."""
+        """Close the connections to all agents and monitors; an agent that still runs ends its process tree."""
         if self.viewers is not None:
             self.viewers.close()
         if self._proofs is not None:
@@ -81,27 +81,27 @@ class AgentLinks:
                 stream.close()
 
     def send_order(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
-        """Send an order with descriptors. An agent that has gone gets none: its loss comes as an event."""
+        """Send ``order`` and the descriptors ``streams`` to an instance's agent; do nothing if it has gone."""
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
                 agent.send(order, descriptors=streams or ())
 
     def send_to_all(self, order: Message) -> None:
-        """Send an order to every agent that has reported."""
+        """Send ``order`` to the agents of all instances, except agents that have not connected to poprun yet."""
         for instance in self._agents:
             self.send_order(instance, order)
 
     def hang_up(self, instance: int) -> None:
-        """Close the connection to an agent, which then ends its tree as soon as it runs."""
+        """Close the connection to a frozen agent, so that the agent ends its process tree when it runs again."""
         self._drop(self._agents[instance])
 
     def take_streams(self, instance: int) -> dict[int, int]:
-        """Descriptors of the sockets that are the streams of an instance of a job of several hosts."""
+        """Return the sockets of an instance's standard streams, as descriptors by number; {} on one machine."""
         return {number: stream.detach() for number, stream in self._streams.pop(instance, {}).items()}
 
     def _listen_here(self) -> str:
-        """Listen for the processes of this machine; the socket's name."""
+        """Begin to listen for processes of this machine on a unix socket; return the name of the socket."""
         name = f"poprun-{os.getpid()}-{os.urandom(16).hex()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(abstract_address(name))
@@ -110,7 +110,7 @@ class AgentLinks:
         return name
 
     def _listen_to_hosts(self, network: "JobNetwork") -> str:
-        """Listen for the agents of other hosts; the socket's address."""
+        """Begin to listen for agents of other hosts on a TCP socket; return the address of the socket."""
         from poprun.job.key_proofs import KeyProofs
 
         self._proofs = KeyProofs(network.key.text, self._selector, self._admit, self._refuse)
@@ -128,7 +128,7 @@ class AgentLinks:
                 reason = describe_error(error.errno or 0)
                 if len(self._agents) < self._num_instances:
                     raise LaunchError(f"cannot hear an agent: {reason}") from None
-                self._stop_listening(listener)  # the programs run, and go on
+                self._stop_listening(listener)  # the programs already run and need no new connection
                 log(f"warning: no monitor can connect to this job any more: {reason}")
             else:
                 take(connection)
@@ -155,13 +155,13 @@ class AgentLinks:
         self._selector.register(link, selectors.EVENT_READ, partial(self._receive, link))
 
     def _refuse(self, reason: str) -> None:
-        """Warn of what was refused, once for each reason, so that nobody fills the terminal of another user."""
+        """Log a warning about refused data, once per reason, so that no other user can fill this terminal."""
         if reason not in self._refusals and len(self._refusals) < _MOST_REASONS:
             self._refusals.add(reason)
             log(f"warning: refused: {reason}")
 
     def _receive(self, link: Link) -> Iterator[Event]:
-        """The events that came over a link, each with its instance."""
+        """Yield each event that has arrived over the connection ``link``, with the index of its instance."""
         received = link.receive(check_event)
         if received is None:
             peer = self._drop(link)
@@ -182,7 +182,7 @@ class AgentLinks:
                     self._refuse_event(message)
 
     def _introduce(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
-        """Find out by its first message who a stranger is: only an agent sends more, the others are let go."""
+        """Identify an agent, shim, monitor or stream by its first message on ``link``; yield an agent's events."""
         match message:
             case {"event": "view"}:
                 self._let_go(link)
@@ -215,12 +215,12 @@ class AgentLinks:
         return index in range(self._num_instances)
 
     def _pass_hello_on(self, instance: int) -> Iterator[Event]:
-        """Yield the hello of an instance once its streams are connected, too."""
+        """Yield the hello event of ``instance`` as soon as all standard streams of the instance are connected."""
         if instance in self._hellos and not self._missing_streams(instance):
             yield instance, self._hellos.pop(instance)
 
     def _missing_streams(self, instance: int) -> set[int]:
-        """The numbers of the streams that an instance has not connected yet: none on one machine."""
+        """Return the numbers of the standard streams that ``instance`` must still connect; none on one machine."""
         if self._proofs is None:
             return set()
         return ({0, 1, 2} if instance == 0 else {1, 2}) - set(self._streams.get(instance, ()))
@@ -235,12 +235,12 @@ class AgentLinks:
         self.viewers.add(link)
 
     def _let_go(self, link: Link) -> None:
-        """Stop listening to a link without closing its connection."""
+        """Stop receiving messages from ``link``, without closing the connection."""
         self._selector.unregister(link)
         del self._peers[link]
 
     def _drop(self, link: Link) -> Stranger | IntroducedAgent:
-        """Close a link; who was at its other end."""
+        """Close the connection ``link`` and return who was at its other end."""
         peer = self._peers.pop(link)
         if link.fileno() >= 0:
             self._selector.unregister(link)

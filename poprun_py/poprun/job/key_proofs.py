@@ -41,7 +41,7 @@ class KeyProofs:
             self._hang_up(connection)
 
     def begin(self, connection: socket.socket) -> None:
-        """Start the proof on a new connection; first close connections that took too long or are too many."""
+        """Start the proof of the key on a new connection; first close connections that are slow or too many."""
         now = time.monotonic()
         for other, since in tuple(self._began_at_seconds.items()):
             if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:
@@ -56,7 +56,7 @@ class KeyProofs:
         self._send(connection, handshake.nonce)
 
     def _receive(self, connection: socket.socket, handshake: Handshake, answer: bytearray) -> tuple[()]:
-        """Receive the next bytes of a proof, and check the proof when it is complete."""
+        """Receive the next bytes of a client's proof that it knows the key; check a complete proof."""
         try:
             data = connection.recv(NONCE_BYTES + PROOF_BYTES - len(answer))
         except BlockingIOError:
@@ -83,7 +83,7 @@ class KeyProofs:
             self._admit(Link(connection, seal))
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
-        """Send a few bytes, which a new connection can always buffer; return False if the other end has gone."""
+        """Send ``data``, so few bytes that sending never waits; return False if the other end has gone."""
         try:
             connection.sendall(data)
         except OSError:

@@ -1,6 +1,6 @@
 """The launcher of one attempt, which poprun starts before it loads the modules that supervise the attempt.
 
-A shim needs 30 ms until its agent reports. poprun loads the supervisor in this time.
+A shim needs 30 ms until its agent reports. Meanwhile poprun loads its supervisor.
 """
 
 import selectors
@@ -24,14 +24,14 @@ from poprun.plan.program_environment import launcher_environment
 from poprun.plan.topology import MpiKind
 
 _TICK_SECONDS: Final = 0.05
-_LAUNCHER_SECONDS: Final = 0.3  # what a launcher gets to end
-_DRAIN_SECONDS: Final = 5.0  # what a reader of poprun's output gets for what the pipes still hold
+_LAUNCHER_SECONDS: Final = 0.3  # time in which a launcher can end by itself
+_DRAIN_SECONDS: Final = 5.0  # time for a slow reader of poprun's output to read the rest of the pipes
 
 
 class LaunchedAttempt:
-    """An attempt whose launcher runs, with the sockets and streams that its agents will use.
+    """An attempt of a job with its launcher, and with the sockets and streams that its agents will use.
 
-    Who has a launched attempt ends it: by :meth:`end_launcher`, then :meth:`end_rest`.
+    The owner of a launched attempt must end it: with :meth:`end_launcher`, then with :meth:`end_rest`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LaunchedAttempt:
         self.streams = ProgramStreams(plan, variables, identity, shows_all=verbosity > 0)
 
     def start_launcher(self) -> None:
-        """Start the processes of the launcher, which start the shims."""
+        """Start the launcher's processes, such as mpiexec, which start the shims that fork the job's agents."""
         self._remove_sessions()
         network = self.identity.network
         control = {
@@ -63,15 +63,15 @@ class LaunchedAttempt:
             launch_commands(self.plan, network),
             {**(self.variables if network is None else launcher_environment(self.variables)), **control},
             self.plan.working_directory,
-            # On this machine it needs as many as poprun, and the agents give the programs the user's.
+            # On this machine the launcher needs poprun's limit; agents set the user's limit for programs.
             0 if network is None else self.identity.open_files,
         )
 
     def end_launcher(self, listen: Callable[[float], object]) -> None:
-        """End the launcher; ``listen`` waits for its output, at most for the given seconds."""
-        # also when poprun itself fails: an agent whose connection is closed ends its tree
+        """End the launcher's processes; meanwhile call ``listen(seconds)`` to read the processes' output."""
+        # An agent whose connection is closed ends its process tree, even if poprun itself has failed.
         self.links.close()
-        if self.plan.mpi is None or not self.plan.mpi.forker:  # it may wait for seconds, and has nothing to tidy
+        if self.plan.mpi is None or not self.plan.mpi.forker:  # a forker may wait for seconds
             self._await_launcher(listen)
             self.launcher.end(signal.SIGTERM)
             self._await_launcher(listen)
@@ -85,7 +85,7 @@ class LaunchedAttempt:
             self.launcher.reap()
 
     def end_rest(self) -> list[ProcessKey]:
-        """End what the launcher has left, and the streams; return the processes that SIGKILL did not end."""
+        """End all processes that are left and close the streams; return the processes that SIGKILL did not end."""
         network = self.identity.network
         survivors = end_descendants(() if network is None else network.lease_holders)
         remove_abandoned(time.monotonic() - self.began_at_seconds)
@@ -96,7 +96,7 @@ class LaunchedAttempt:
 
     @contextmanager
     def ended_on_failure(self) -> Iterator[None]:
-        """Return a context in which an exception ends the attempt, and removes the job's key from the hosts."""
+        """A context in which an exception ends the attempt, and removes the job's key from the hosts."""
         try:
             yield
         except BaseException:
@@ -106,7 +106,7 @@ class LaunchedAttempt:
             raise
 
     def _remove_sessions(self) -> None:
-        """Remove what killed launchers of Open MPI have left, which would stop one with the same process id."""
+        """Remove session folders of killed Open MPI launchers, which would stop a launcher with the same id."""
         if self.plan.mpi is not None and self.plan.mpi.kind is MpiKind.OPEN_MPI:
             remove_abandoned_sessions(session_parent(self.variables))
 
@@ -114,7 +114,7 @@ class LaunchedAttempt:
 def launch(
     plan: LaunchPlan, variables: Mapping[str, str], identity: JobIdentity, verbosity: int
 ) -> LaunchedAttempt:
-    """Start the launcher of an attempt; if this fails, remove the job's key from the hosts."""
+    """Start the launcher of an attempt and return the attempt; after a failure, remove the key from the hosts."""
     try:
         if plan.trace.folder is not None:
             from poprun.observe.show.trace.collection import prepare_folder

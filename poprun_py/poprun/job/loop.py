@@ -1,6 +1,6 @@
-"""The supervisor's loop over one attempt of a job: listen, take a snapshot, decide, act, until nothing is left.
+"""The supervisor's loop over one attempt of a job: listen, make a snapshot, decide, act, until all has ended.
 
-poprun is a subreaper, so what a killed agent left behind has become its child.
+poprun is a subreaper, so processes that a killed agent has left become children of poprun.
 """
 
 import math
@@ -25,17 +25,17 @@ from poprun.text.screen import Level, log
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_TICK_SECONDS: Final = 0.05  # how long the loop listens at most while something is expected soon
-_LOOK_SECONDS: Final = 1.0  # the same while the programs run
-_LAUNCHER_SECONDS: Final = 0.3  # what agents get to report after the launcher's end
+_TICK_SECONDS: Final = 0.05  # the loop's longest wait while an event is expected soon
+_LOOK_SECONDS: Final = 1.0  # the loop's longest wait while the programs run
+_LAUNCHER_SECONDS: Final = 0.3  # time in which agents can report after the launcher's end
 _MOST_LEFT: Final = 3
 
 
 class Attempt:
-    """One attempt of a job, from its control socket and its logs to its end.
+    """One attempt of a job under supervision, from the start of its launcher to the end of all its processes.
 
-    Its attributes are what one turn of the loop brings together, and each has a class of its own: what is heard,
-    what is known, what watches and what is to be ended.
+    The attributes are the parts that a turn of the loop uses, each with a class of its own: the connections, the
+    record, the watchers, and the processes to end.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Attempt:
         self._streams = launched.streams
         has_terminal = self._streams.is_inherited and os.isatty(0)
         self._record.hang_watch.is_interactive = has_terminal and self._plan.ending.hang_timeout_seconds is None
-        self._watchers: Sequence[Watcher] = ()  # none before :meth:`run`
+        self._watchers: Sequence[Watcher] = ()  # empty before :meth:`run`
         self._stopped_children = StoppedChildren()
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """See the attempt to its end, and report a failure."""
+        """Supervise the attempt until it has ended, report a failure to the user, and return the attempt's end."""
         try:
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
             self._supervise(self._prepare())
@@ -78,7 +78,7 @@ class Attempt:
         return self._report()
 
     def _prepare(self) -> StackWatch:
-        """Make what watches the attempt, and load what shows its output while the shims start."""
+        """Make the attempt's watchers, load the module that shows output, and return the watcher of stacks."""
         watched = Watched(
             plan=self._plan,
             variables=self._environ,
@@ -125,14 +125,14 @@ class Attempt:
             self._act(decision, stacks)
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
-        """Whether an instance that caused the failures of the others may still end by itself in time."""
+        """Whether an instance that caused the failures of other instances may soon end by itself."""
         from poprun.observe.judge.end_verdict import awaits_culprit
 
         return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)
 
     def _has_lost_launcher(self, now_seconds: float) -> bool:
-        """Whether the launcher has ended; on several hosts, shims may say first that a part of it was hit."""
-        is_starting = self._record.phase is Phase.STARTING  # then the host shim would wait on
+        """Whether the launcher has ended, and the time is over in which shims and agents can report the cause."""
+        is_starting = self._record.phase is Phase.STARTING  # the host shim may outlive mpiexec
         has_lost_one = is_starting and self._launcher.running != self._launcher.started
         has_ended = self._launcher.has_ended or self._launcher.has_failed
         if not (has_ended or has_lost_one):
@@ -142,9 +142,9 @@ class Attempt:
         return now_seconds - self._launcher_ended_at_seconds >= patience
 
     def _listen(self, timeout_seconds: float) -> None:
-        """Wait for events of agents, launcher and signals, and handle all that have come."""
-        # children are reaped before the agents are heard: an agent's last word comes before its launcher's end
-        if self._launcher.reap():  # what woke the loop: agents may still say why, but not for long
+        """Wait for events of agents, the launcher and signals, and handle all events that have arrived."""
+        # children are reaped before events are read, because an agent's last event precedes the launcher's end
+        if self._launcher.reap():  # agents may soon send the reason for this end
             timeout_seconds = min(timeout_seconds, _LAUNCHER_SECONDS)
         for key, _ in self._selector.select(timeout_seconds):
             if key.data is self._signals:
@@ -157,7 +157,7 @@ class Attempt:
     def _handle_event(self, instance: int, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "runtime_lost" and self._is_launchers_child(instance):
-            return  # it has ended itself, and its exit code says how
+            return  # the launcher's own exit code is the better explanation
         if kind not in ("stats", "stacks", "clock", "calls"):
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.add_event(instance, event, time.monotonic())
@@ -172,7 +172,7 @@ class Attempt:
             self._signals.is_terminated = True
 
     def _tell_left(self, instance: int, event: dict[str, Any]) -> None:
-        """Warn of what an instance has left running after a good end, and of what was ended then."""
+        """Log a warning about processes that an instance has left after its good end, or that were then ended."""
         seconds = self._plan.ending.stop_timeout_seconds
         what = f"instance {instance} has ended and left running: {', '.join(event['processes'][:_MOST_LEFT])}"
         if event["is_ended"]:
@@ -181,19 +181,19 @@ class Attempt:
             log(f"warning: {what}; it may run on for --stop-timeout {seconds:g} s after the instance's end")
 
     def _is_launchers_child(self, instance: int) -> bool:
-        """Whether the launcher itself, and no process of its own on another host, has started a shim."""
+        """Whether the launcher's process on this machine has started the shim of ``instance``."""
         network, route = self._identity.network, self._identity.route(self._plan, instance)
         is_here = network is None or (route is not None and route.address == network.control_host)
         return is_here and self._record.runtime_of(instance) in self._launcher.started
 
     def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
-        if hello["runtime"] == os.getpid() and self._start_watch.runtime:  # it died before the shim could look
+        if hello["runtime"] == os.getpid() and self._start_watch.runtime:  # it ended before the shim began
             self._record.add_event(instance, {"event": "shim_lost"}, time.monotonic())
         if self._record.phase >= Phase.STOPPING:
             self._links.send_order(instance, {"order": "kill"})
 
     def _pass_signals_on(self) -> None:
-        """Pass on to the programs the signals that came since the last call."""
+        """Send the programs the signals that poprun has received since the last call."""
         signals = self._signals
         while signals.passed_on:
             self._links.send_to_all({"order": "offer_signal", "signal": signals.passed_on.pop(0)})
@@ -204,7 +204,7 @@ class Attempt:
             self._suspend()
 
     def _suspend(self) -> None:
-        """Stop the programs, then poprun, for Ctrl-Z; whoever continues poprun continues them."""
+        """Stop the programs and then poprun after Ctrl-Z; continue the programs when poprun is continued."""
         self._links.send_to_all({"order": "signal", "signal": int(signal.SIGSTOP)})
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signals.is_suspended = False
@@ -238,7 +238,7 @@ class Attempt:
     def _enter(self, phase: Phase) -> None:
         self._record.enter(phase, time.monotonic())
         if phase >= Phase.STOPPING:
-            send(own_tree(), signal.SIGCONT)  # whoever is stopped could not obey
+            send(own_tree(), signal.SIGCONT)  # a stopped process could not obey
 
     def _start_programs(self) -> None:
         endpoints = self._record.endpoints
@@ -250,7 +250,7 @@ class Attempt:
         self._streams.start(self._signals.note_closed_output)
 
     def _stop(self, decision: Decision) -> None:
-        if self._record.phase is not Phase.INTERRUPTED:  # a runtime may end the others when Ctrl-C has ended one
+        if self._record.phase is not Phase.INTERRUPTED:  # after Ctrl-C, a runtime ends all when one has ended
             self._launcher_ended_early = self._launcher.has_ended or self._launcher.has_failed
         self._record.stop = decision
         if self._record.phase is Phase.STARTING:
@@ -261,7 +261,7 @@ class Attempt:
         self._links.send_to_all(stop_order(self._plan, has_failed=has_failed))
 
     def end(self, *, is_over: bool) -> JobEnd:
-        """The end of the attempt, or how it stands."""
+        """Return the end of the attempt with all watchers' findings; if not ``is_over``, its present state."""
         record, signals = self._record, self._signals
         action, reason = (None, "") if record.stop is None else (record.stop.action, record.stop.reason)
         end = JobEnd(
@@ -291,7 +291,7 @@ class Attempt:
         return end
 
     def _report(self) -> JobEnd:
-        """The end of the attempt, after a failure was explained to the user."""
+        """Explain a failure of the attempt to the user, if there is one, and return the end of the attempt."""
         end = self.end(is_over=True)
         for line in self._record.performance.summary() if self._record.performance else ():
             log(line)

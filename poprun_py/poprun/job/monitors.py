@@ -1,6 +1,6 @@
-"""The monitors of a job: the process that draws it for `--monitor`, those that are connected, and what they see.
+"""The monitors of a job, programs that show the job to users: their connections, and the views they are sent.
 
-A monitor that does not read is let go: looking at a job never holds it up.
+poprun disconnects a monitor that does not read, so that a monitor never delays the job.
 """
 
 import os
@@ -23,14 +23,14 @@ from poprun.plan.plan import LaunchPlan
 
 _VIEW_SECONDS: Final = 0.5
 _MAX_LINE: Final = 200
-_MAX_SAID: Final = 32 * 1024  # what a socket takes at once, with room for the view
+_MAX_SAID: Final = 32 * 1024  # a socket can buffer a text of this size and a view
 _STDERR: Final = 2
 _LEAVE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.01
 
 
 def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float) -> JobView:
-    """The view of a job that monitors are sent; ``last_line`` gives the last line of an instance."""
+    """Return the view of a job to send to monitors; ``last_line(instance)`` returns an instance's last output."""
     plan, identity = record.plan, record.identity
     return JobView(
         pid=os.getpid(),
@@ -47,13 +47,13 @@ def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float
 
 
 def is_of_one_moment(statuses: Sequence[InstanceStatus]) -> bool:
-    """Whether the last measurements of all running instances, which all agents make at once, have arrived."""
+    """Whether the last measurements of all running instances are from the same time, so that none is missing."""
     moments = [it.usage.at_seconds for it in statuses if it.usage is not None and it.exit_code is None]
     return not moments or max(moments) - min(moments) < _VIEW_SECONDS
 
 
 def _slow(record: Record) -> str:
-    """Who keeps the others waiting now, or whose link does, in words; empty while nobody does."""
+    """Return a text about the slow instance or link for which the others wait now; empty if there is none."""
     watch = record.performance
     slowness = None if watch is None else watch.lasting or watch.slow_link
     return "" if slowness is None else slowness.text
@@ -78,7 +78,7 @@ def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> 
 
 
 class Viewers:
-    """The monitors that are connected to a job."""
+    """The connections of a job to the monitors, programs that show the job to users."""
 
     def __init__(self) -> None:
         self._links: list[Link] = []
@@ -86,7 +86,7 @@ class Viewers:
         self._said = ""
 
     def add_text(self, text: str) -> bool:
-        """Add ``text`` to the next view, as far as there is room; False if no monitor is connected."""
+        """Add ``text`` to the next view for monitors, cut to the free room; return False without monitors."""
         if not self._links:
             return False
         self._said = f"{self._said}{text}\n"[:_MAX_SAID]
@@ -94,7 +94,7 @@ class Viewers:
         return True
 
     def add(self, link: Link) -> None:
-        """Send views to a monitor from now on."""
+        """Add the monitor connected by ``link``, which gets each view of the job from now on."""
         link.connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
         self._links.append(link)
         self._next_seconds = 0.0
@@ -106,7 +106,7 @@ class Viewers:
         self._links = []
 
     def send_view(self, record: Record, last_line: Callable[[int], str], now_seconds: float) -> None:
-        """Send all monitors a view of the job, if it is time for one."""
+        """Send a view of the job to all monitors if the next view is due; disconnect monitors that do not read."""
         wait_seconds = 0.0 if is_of_one_moment(record.statuses) else _VIEW_SECONDS
         if not self._links or now_seconds < self._next_seconds + wait_seconds:
             return
@@ -125,7 +125,7 @@ class Viewers:
 
 
 class MonitorProcess:
-    """The process that draws this poprun's job on the terminal until the job hangs up."""
+    """The process of `--monitor`, which draws this poprun's job on the terminal until poprun disconnects it."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         null = os.open(os.devnull, os.O_RDWR)
@@ -136,7 +136,7 @@ class MonitorProcess:
         self._key = key_of(pid)
 
     def wait(self) -> None:
-        """Wait a moment for it to clear its drawing off the terminal, when the job has closed its connection."""
+        """Wait, at most 2 s, until the monitor's process has cleared its drawing off the terminal and ended."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._key is not None and key_of(self._key.pid) == self._key and time.monotonic() < deadline:
             for _ in reap():

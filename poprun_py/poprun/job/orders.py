@@ -21,8 +21,8 @@ from poprun.plan.program_environment import interface_environment, passed_enviro
 if TYPE_CHECKING:
     from poprun.launch.routes import HostRoute
 
-_VAIN_SECONDS: Final = 0.3  # how long a program may take to end that cannot save any more
-_COUNTERS: Final = "poprun.observe.account.machine_counters"  # which agents load, each on its host
+_VAIN_SECONDS: Final = 0.3  # time to end for a program that cannot save its state any more
+_COUNTERS: Final = "poprun.observe.account.machine_counters"  # each agent loads this module on its host
 
 
 def start_order(
@@ -32,7 +32,7 @@ def start_order(
     identity: JobIdentity,
     endpoints: Mapping[int, Sequence[Endpoint]],
 ) -> Message:
-    """The order that starts the program of an instance; ``endpoints`` are those of each: see `Record`."""
+    """Return the order to an agent to start the program of instance ``index``; see `Record.endpoints`."""
     _, master, coordinator, store = endpoints[0]
     given = identity.devices_of(plan, index)
     binding = plan.instance(index, given).binding
@@ -70,9 +70,9 @@ def start_order(
 
 
 def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
-    """The order that ends the programs, after a failure of one of them or for another reason."""
+    """Return the order to agents to end their programs; ``has_failed`` says that a program has failed."""
     seconds = plan.ending.stop_timeout_seconds
-    # JAX and TensorFlow keep SIGTERM from ending a program, so that all may save: they cannot without one of them
+    # JAX and TensorFlow delay the end after SIGTERM until all programs save, which is impossible after a failure.
     in_vain = min(seconds, _VAIN_SECONDS) if has_failed else seconds
     return {"order": "stop", "grace_seconds": seconds, "grace_seconds_in_vain": in_vain}
 
@@ -80,7 +80,7 @@ def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
 def _added_environment(
     plan: LaunchPlan, index: int, environ: Mapping[str, str], route: "HostRoute | None", start: StartFacts
 ) -> dict[str, str]:
-    """The variables that an agent adds to its environment, which on one machine is the user's already."""
+    """Return the variables that an agent adds to its own environment for the program of instance ``index``."""
     if route is None:
         return program_environment(plan, index, environ, start)
     return {

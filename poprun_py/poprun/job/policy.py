@@ -1,4 +1,4 @@
-"""The policy: what to do next, a pure function of a snapshot and the plan's times."""
+"""The supervisor's policy: a pure function that returns the next action for a snapshot of the job."""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from typing import Final
 from poprun.observe.account.state import JobSnapshot, Phase
 from poprun.plan.request import EndingSettings
 
-_KILL_SECONDS: Final = 5.0  # what the kernel gets to remove killed processes
+_KILL_SECONDS: Final = 5.0  # time in which the kernel removes killed processes
 _NO_SHIM_SECONDS: Final = 10.0  # how long the MPI runtime may take to start its first shim
-_LOST_SHIM_SECONDS: Final = 1.0  # how long it may have no further shim under way once one has reported
+_LOST_SHIM_SECONDS: Final = 1.0  # how long no other shim may be starting after the first shim has reported
 
 _ESCALATION_SECONDS: Final = 1.0
-"""An agent ends its tree by itself when the grace is over; poprun steps in this much later."""
+"""An agent kills its process tree when the grace time is over; poprun orders the kill so many seconds later."""
 
 
 class Action(StrEnum):
-    """An action that the policy can decide on."""
+    """An action of the supervisor, which the policy can choose as the next action."""
 
     WAIT = "wait"
     START = "start"
@@ -33,7 +33,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action, and the reason that is logged with it."""
+    """An action that the policy has chosen, and the reason, which poprun logs."""
 
     action: Action
     reason: str = ""
@@ -43,7 +43,7 @@ _WAIT: Final = Decision(Action.WAIT)
 
 
 def decide(job: JobSnapshot, ending: EndingSettings) -> Decision:
-    """The next action for a job."""
+    """Return the supervisor's next action for the job in the state ``job``; ``ending`` has the time limits."""
     if job.num_ended == job.num_instances:
         return Decision(Action.FINISH, "every instance has ended")
     if job.phase is Phase.KILLING:
@@ -83,7 +83,7 @@ def _decide_before_stop(job: JobSnapshot, ending: EndingSettings) -> Decision:
 
 
 def _decide_failure(job: JobSnapshot) -> Decision:
-    """Wait for an instance that may be about to end; ask the others where they stand; then stop all."""
+    """Return the action after a failure: wait for its cause, ask other instances for evidence, or stop the job."""
     if job.awaits_culprit:
         return _WAIT
     if job.has_recorders:
@@ -92,7 +92,7 @@ def _decide_failure(job: JobSnapshot) -> Decision:
 
 
 def _decide_hang(job: JobSnapshot, ending: EndingSettings) -> Decision:
-    """Report a hang before it ends the job, so that the user sees where the job stood."""
+    """Return the action for a job without failures: report a hang, then stop the hung job, or wait."""
     if job.awaits_stacks or not job.hang_seconds:
         return _WAIT
     patience = min(filter(None, (ending.hang_report_seconds, ending.hang_timeout_seconds)), default=math.inf)

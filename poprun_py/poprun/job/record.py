@@ -1,6 +1,6 @@
-"""The record of one attempt: what its agents have told so far, and the snapshot that the policy sees.
+"""The record of one attempt of a job: the events of its agents until now, and the snapshot for the policy.
 
-The record starts, reads and writes nothing; the loop passes the clock's readings in.
+The record starts, reads and writes nothing; each time is an argument.
 """
 
 import errno
@@ -49,7 +49,7 @@ _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that
 
 
 def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
-    """The status of an instance after an event of its agent; a death in a phase of the end is no failure."""
+    """Return the status of an instance after ``event``; a lost agent is no failure while the job ends."""
     change = _CHANGES.get(event["event"])
     return status if change is None else change(status, event, phase, now_seconds)
 
@@ -67,14 +67,14 @@ def _after_lost_runtime(
 ) -> InstanceStatus:
     if status.state is InstanceState.ENDED:
         return status
-    is_awaited = status.state is InstanceState.AWAITED  # then there is no agent that ends
+    is_awaited = status.state is InstanceState.AWAITED  # no agent exists whose end could come later
     known = replace(status, state=InstanceState.ENDED) if is_awaited else status
     return _with_problem(known, RUNTIME_KILLED, now_seconds)
 
 
 def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
     if status.state is InstanceState.ENDED:
-        is_heard = event["event"] == "agent_lost" and status.problem == HOST_LOST  # its shim, on the same host
+        is_heard = event["event"] == "agent_lost" and status.problem == HOST_LOST  # a message from the same host
         return replace(status, problem=AGENT_KILLED) if is_heard else status
     ended = replace(status, state=InstanceState.ENDED)
     if phase >= Phase.STOPPING:
@@ -116,7 +116,7 @@ def _after_stats(status: InstanceStatus, event: dict[str, Any], _: Phase, now_se
 
 
 def _is_idle(before: Usage | None, after: Usage) -> bool:
-    """Whether the processes of an instance computed next to nothing between two looks."""
+    """Whether an instance used almost no processor time between the measurements ``before`` and ``after``."""
     if before is None or before.num_processes != after.num_processes:
         return False
     seconds = after.at_seconds - before.at_seconds
@@ -169,7 +169,7 @@ _CHANGES: Final[Mapping[str, Callable[[InstanceStatus, dict[str, Any], Phase, fl
     LOST: _after_loss,
     "ended": lambda status, *_: replace(status, state=InstanceState.ENDED),
 }
-"""The status after an event, by its kind; other kinds change nothing."""
+"""For each kind of event that changes an instance's status, the function that returns the changed status."""
 
 
 def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> InstanceStatus:
@@ -179,83 +179,83 @@ def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> I
 
 
 EVIDENCE_SECONDS: Final = 0.4
-"""How long programs have to say where they stand, after a failure, before they are stopped."""
+"""The time in which other programs can report their stacks after a failure, before poprun stops these programs."""
 
 CAUSE_SECONDS: Final = 1.0
-"""How long another host's shim has to say that what started it was killed, when shims or the launcher are lost."""
+"""The time in which another host's shim can report a killed runtime, after the loss of shims or the launcher."""
 
 _LONGEST_STEP_SECONDS: Final = 2.0
-"""More than lies between two looks of a poprun that runs: in the rest of a longer step it was stopped."""
+"""The longest step between two turns of the loop; poprun itself was stopped in the rest of a longer step."""
 
-_PAUSE_SECONDS: Final = 5.0  # a step that is longer was a pause of the whole job, in which nobody hung
+_PAUSE_SECONDS: Final = 5.0  # in a longer step the whole job was paused, and no instance hung
 
-_IDLE_SHARE: Final = 0.05  # of a processor: one that waits in torch wakes up now and then
+_IDLE_SHARE: Final = 0.05  # of a processor's time: a process that waits in torch wakes up sometimes
 
 
 class _FailureQuestion:
-    """The question where the others stand, which is asked once, after the first failure."""
+    """The question to instances in which collectives they are, which poprun asks once, after the first failure."""
 
     def __init__(self, asked: Iterable[int], now_seconds: float) -> None:
         self._awaited = set(asked)
         self._deadline_seconds = now_seconds + EVIDENCE_SECONDS
 
     def note_answer(self, instance: int) -> None:
-        """Wait no longer for an instance, which has answered or ended."""
+        """Record that ``instance`` has answered or ended, so that poprun no longer waits for its answer."""
         self._awaited.discard(instance)
 
     def is_open(self, now_seconds: float) -> bool:
-        """Whether an instance may still answer in time."""
+        """Whether an instance may still answer the question in time."""
         return bool(self._awaited) and now_seconds < self._deadline_seconds
 
 
 class _Silence:
-    """For how long nothing was heard of each agent; in a pause of the whole job nothing can be heard."""
+    """For each agent, the time in which poprun ran and received no message from the agent."""
 
     def __init__(self, num_instances: int, now_seconds: float) -> None:
         self._awake_seconds = 0.0  # time in which poprun ran
         self._looked_at_seconds = now_seconds
-        self._heard_at_seconds = [0.0] * num_instances  # of that time
+        self._heard_at_seconds = [0.0] * num_instances  # by ``_awake_seconds``
 
     def pass_time(self, now_seconds: float) -> bool:
-        """Let time pass until now; return whether the whole job was paused."""
+        """Add the time since the last call to the silence of all agents; return whether the job was paused."""
         step_seconds = now_seconds - self._looked_at_seconds
         self._awake_seconds += min(step_seconds, _LONGEST_STEP_SECONDS)
         self._looked_at_seconds = now_seconds
         return step_seconds > _PAUSE_SECONDS
 
     def end(self, *instances: int) -> None:
-        """Begin anew for agents of which something was heard."""
+        """Set the silence of the agents of ``instances`` to 0, because messages of these agents have arrived."""
         for instance in instances:
             self._heard_at_seconds[instance] = self._awake_seconds
 
     def is_too_long(self, instance: int) -> bool:
-        """Whether an agent must be frozen."""
+        """Whether the agent of ``instance`` has been silent for so long that its process must be frozen."""
         return self._awake_seconds - self._heard_at_seconds[instance] >= FROZEN_SECONDS
 
 
 class Record:
-    """One attempt of a job so far: the status of each instance, and what poprun has done."""
+    """The record of one attempt of a job: the status of each instance, and what poprun has done until now."""
 
     def __init__(self, plan: LaunchPlan, identity: JobIdentity, now_seconds: float) -> None:
         self.plan = plan
-        self.identity = identity  # which job this is, and which attempt of it
-        # every instance, by index
+        self.identity = identity  # the identity of the job and of this attempt
+        # the status of every instance, by index
         self.statuses = [InstanceStatus(index=index) for index in range(plan.num_instances)]
-        self._began = {Phase.STARTING: now_seconds}  # when each phase began, the present one last
-        self._hellos: dict[int, dict[str, Any]] = {}  # what each agent said of itself, by index
-        self.hang_watch = HangWatch()  # whether instances wait while none makes progress
-        self.stop: Decision | None = None  # why poprun stops the attempt; None when it does not
-        # what instances have told when they were asked last, or left behind when they failed, by index
+        self._began = {Phase.STARTING: now_seconds}  # the start of each phase, the present phase last
+        self._hellos: dict[int, dict[str, Any]] = {}  # the first event of each agent, by instance
+        self.hang_watch = HangWatch()  # finds out whether all instances wait
+        self.stop: Decision | None = None  # why poprun stops the attempt; None if it does not
+        # the last answers of instances, or the evidence that failed programs have left, by instance
         self.evidence: dict[int, InstanceEvidence] = {}
-        # what is measured of them, where somebody asked for it
+        # the measurements of all instances over time, if the plan asks for them
         self.curves = _empty_curves(plan.num_instances, now_seconds) if plan.has_curves else None
-        self.performance: PerformanceWatch | None = None  # who is slow; None before the first look
+        self.performance: PerformanceWatch | None = None  # finds slow instances; None before the first update
         self._question: _FailureQuestion | None = None
         self._silence = _Silence(plan.num_instances, now_seconds)
 
     @property
     def phase(self) -> Phase:
-        """How far the attempt has come."""
+        """The phase that the attempt has reached: starting, running, interrupted, stopping or killing."""
         return next(reversed(self._began))
 
     @property
@@ -265,12 +265,12 @@ class Record:
 
     @property
     def has_started(self) -> bool:
-        """Whether the programs were told to start."""
+        """Whether poprun has sent the agents the order to start the programs."""
         return Phase.RUNNING in self._began
 
     @property
     def endpoints(self) -> dict[int, tuple[Endpoint, ...]]:
-        """Where each instance will listen: TensorFlow's worker; on instance 0 torch's store, JAX's, popdist's."""
+        """The addresses at which libraries will listen, by instance: TensorFlow; on 0 also torch, JAX, popdist."""
         return {
             index: tuple(Endpoint(host=hello["address"], port=port) for port in hello["ports"])
             for index, hello in self._hellos.items()
@@ -278,21 +278,21 @@ class Record:
 
     @property
     def reported(self) -> set[int]:
-        """The process ids of the agents that have reported, and of their shims."""
+        """The process ids of the agents that have reported to poprun, and of the shims that forked the agents."""
         return {hello[whose] for hello in self._hellos.values() for whose in ("shim", "pid")}
 
     def runtime_of(self, instance: int) -> int | None:
-        """The process that started the shim of an instance; None if its agent has not reported."""
+        """Return the id of the process that started an instance's shim; None if the agent has not reported."""
         hello = self._hellos.get(instance)
         return None if hello is None else hello["runtime"]
 
     def add_event(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
-        """Add an event of an instance; times are this host's, as other clocks differ."""
+        """Update the record with ``event`` of ``instance``; ``now_seconds`` replaces times of other clocks."""
         kind, phase = event["event"], self.phase
         if kind == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
         if kind == LOST and any(status.problem == HOST_LOST for status in self.statuses):
-            phase = Phase.RUNNING  # others may be lost with it, too
+            phase = Phase.RUNNING  # after a lost host, every lost agent counts as a failure
         self.statuses[instance] = after_event(self.statuses[instance], event, phase, now_seconds)
         self._silence.end(instance)
         if kind == LOST and self.statuses[instance].problem == HOST_LOST:
@@ -307,18 +307,18 @@ class Record:
             self._add_evidence(instance, event)
 
     def _add_evidence(self, instance: int, event: dict[str, Any]) -> None:
-        """Keep what an instance has answered, or left behind at its end; wait no longer for its answer."""
+        """Keep the evidence in an answer or in the last event of ``instance``; wait no longer for its answer."""
         if self._question is not None:
             self._question.note_answer(instance)
         if event["event"] == "exited" and not event["was_stopped"]:
-            self.evidence.pop(instance, None)  # where it stood before says nothing of its end
+            self.evidence.pop(instance, None)  # an earlier answer does not explain the end
         if event["event"] == "stacks" or any(event.get(name) for name in _REMAINS):
             from poprun.observe.account.evidence import read_evidence
 
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
 
     def _blame_own_network(self) -> None:
-        """Blame the network of poprun's machine where not one of several other hosts answers any more."""
+        """Name this machine's network as the cause if all instances on several other hosts were lost."""
         network = self.identity.network
         if network is None:
             return
@@ -335,22 +335,22 @@ class Record:
 
     @property
     def failed(self) -> dict[int, InstanceStatus]:
-        """The instances that have failed, by index."""
+        """The status of each instance that has failed, by index."""
         return {status.index: status for status in self.statuses if status.has_failed}
 
     @property
     def reachable(self) -> set[int]:
-        """The instances whose agents have reported and live."""
+        """The indices of the instances whose agents have reported to poprun and have not ended."""
         gone = (InstanceState.AWAITED, InstanceState.ENDED)
         return {status.index for status in self.statuses if status.state not in gone}
 
     def ask(self, now_seconds: float) -> list[int]:
-        """Begin to wait for what programs tell of a failure; those to be asked, which record their calls."""
+        """Begin to wait for answers after a failure; return the instances to ask, which record collectives."""
         asked = self._recording()
         self._question = _FailureQuestion(asked, now_seconds)
         for status in self.statuses:
             if status.state is InstanceState.RUNNING:
-                self.evidence.pop(status.index, None)  # of a hang that is over
+                self.evidence.pop(status.index, None)  # the evidence of an earlier hang
         return asked
 
     def awaits_evidence(self, now_seconds: float) -> bool:
@@ -358,18 +358,18 @@ class Record:
         return self._question is not None and self._question.is_open(now_seconds)
 
     def _recording(self) -> list[int]:
-        """The instances whose programs run and record their calls."""
+        """Return the instances whose programs run and record their collectives."""
         statuses = self.statuses
         running = (status for status in statuses if status.state is InstanceState.RUNNING)
         return [status.index for status in running if status.progress is not None and status.progress.recorder]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
-        """Begin a new phase."""
+        """Begin the phase ``phase`` of the attempt."""
         self._began[phase] = now_seconds
         self._silence.end(*range(len(self.statuses)))
 
     def frozen_instances(self, now_seconds: float) -> list[int]:
-        """The instances that should run, and whose agents have not been heard of for ``FROZEN_SECONDS``."""
+        """Return the instances that should run but whose agents have sent nothing for ``FROZEN_SECONDS``."""
         if self._silence.pass_time(now_seconds):
             self.hang_watch.begin_anew(now_seconds)
         if self.phase is not Phase.RUNNING:
@@ -378,7 +378,7 @@ class Record:
         return [it.index for it in self.statuses if it.state in states and self._silence.is_too_long(it.index)]
 
     def give_up_awaited(self) -> None:
-        """Count the agents that have not reported as ended."""
+        """Set the state of each instance whose agent has not reported to ended, because poprun stops waiting."""
         for index, status in enumerate(self.statuses):
             if status.state is InstanceState.AWAITED:
                 self.statuses[index] = replace(status, state=InstanceState.ENDED)
@@ -393,7 +393,7 @@ class Record:
         has_launcher_ended: bool,
         now_seconds: float,
     ) -> JobSnapshot:
-        """The snapshot that the policy decides from."""
+        """Return a snapshot of the job, from which the policy chooses the next action."""
         failed = first_failure(self.statuses)
         if failed is not None and failed.problem == SHIM_KILLED and self.identity.network is not None:
             lost_at_seconds = failed.exited_at_seconds or 0.0
@@ -428,4 +428,4 @@ def _empty_curves(num_instances: int, now_seconds: float) -> "JobCurves":
     return JobCurves(num_instances, now_seconds)
 
 
-_REMAINS: Final = ("recorder", "crash", "full_disks")  # what the event of an exit may hold beside its code
+_REMAINS: Final = ("recorder", "crash", "full_disks")  # evidence in the event of an exit

@@ -1,4 +1,4 @@
-"""A request to all running programs for their stacks, and the answers in words."""
+"""A request to all running programs for their stacks, and the text that shows the answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -11,14 +11,14 @@ from poprun.observe.account.state import InstanceState, InstanceStatus
 from poprun.observe.judge.hangs import Hang
 from poprun.observe.show.standstill import describe_hang, render_stacks
 
-_MOST_ANSWER_SECONDS: Final = 4.0  # how long agents are waited for; each gives its program half of it
+_MOST_ANSWER_SECONDS: Final = 4.0  # how long poprun waits for agents; an agent gives its program half of this time
 _MAX_GROUPS_OF_HANG: Final = 6
 _MOST_HELPERS: Final = 8  # processes below a program, such as a data loader's workers, that are asked for stacks
 _NOT_SHARED: Final = Parallelism()
 
 
 class StackInquiry:
-    """A request to all running programs for their stacks, because of a hang or at the user's wish."""
+    """A request to all running programs for their stacks, because of a hang or because the user asked."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class StackInquiry:
     ) -> None:
         running = [status.index for status in statuses if status.state is InstanceState.RUNNING]
         first = hang.absent if hang is not None else ()
-        self.hang = hang  # because of which they are asked, or None
+        self.hang = hang  # the hang that caused the request; None if the user asked
         self._hang_timeout_seconds = hang_timeout_seconds
         self._parallelism = parallelism
         self._asked = tuple(dict.fromkeys((*first, *running)))
@@ -41,21 +41,21 @@ class StackInquiry:
             send_order(index, {"order": "stacks", "most_helpers": _MOST_HELPERS})
 
     def note_answer(self, instance: int) -> None:
-        """Wait no longer for an instance, which has answered."""
+        """Record that ``instance`` has answered, so that poprun no longer waits for an answer of this instance."""
         self._awaited.discard(instance)
 
     @property
     def is_about_suspicion(self) -> bool:
-        """Whether it is only suspected that somebody waits: then the answers' calls decide."""
+        """Whether poprun only suspects a hang; then the calls in the stacks show whether programs hang."""
         return self.hang is not None and self.hang.is_suspicion
 
     def calls(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, str]:
-        """The collectives of torch that programs stand in, in words, by instance."""
+        """Return the collective of torch in which each program waits, as text by instance; others are left out."""
         answers = self._answers(evidence).items()
         return {index: call for index, stacks in answers if (call := collective_of(stacks))}
 
     def is_over(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> bool:
-        """Whether all programs that run have answered, or will not."""
+        """Whether all running programs have answered, or the time for answers is over."""
         is_awaited = any(statuses[index].state is InstanceState.RUNNING for index in self._awaited)
         return not is_awaited or now_seconds >= self._deadline_seconds
 
@@ -66,7 +66,7 @@ class StackInquiry:
         read_line: ReadLine,
         findings: Sequence[str] = (),
     ) -> str:
-        """The answers in words; ``findings`` say who is at fault, as far as it is known."""
+        """Return the stacks of all asked programs as text; ``findings`` name the instances at fault, if known."""
         answers = self._answers(evidence)
         stacks = {
             index: answers.get(index) or Stacks(processes=(_without_answer(statuses[index]),))
@@ -77,7 +77,7 @@ class StackInquiry:
         return "\n  ".join([*self._heading(statuses, findings), *lines, *self._last_lines()])
 
     def _answers(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, Stacks]:
-        """The stacks of those that have answered; ``evidence`` may hold earlier answers of the others."""
+        """Return the stacks of the programs that have answered; ``evidence`` may also contain older answers."""
         answered = (index for index in self._asked if index not in self._awaited and index in evidence)
         return {index: evidence[index].stacks for index in answered}
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from poprun.observe.account.judgements import Verdict
     from poprun.observe.judge.hangs import Hang
 
-_HOSTS_SECONDS: Final = 30.0  # how often hosts are looked at
+_HOSTS_SECONDS: Final = 30.0  # time between two checks of the hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """An attempt, with everything that a watcher needs."""
+    """An attempt of a job, with the plan, connections and other objects that every watcher of the attempt uses."""
 
     plan: LaunchPlan
     variables: Mapping[str, str]
@@ -40,47 +40,47 @@ class Watched:
 
 
 class Watcher:
-    """A watcher of one aspect of an attempt."""
+    """A watcher of one aspect of an attempt of a job, such as its hangs, its speed or its hosts."""
 
-    hears: ClassVar[str] = ""  # the kind of events that it is told of; empty if none
+    hears: ClassVar[str] = ""  # the kind of events that it receives; empty if none
 
     def update(self, now_seconds: float) -> None:
-        """Find out what is new, in each turn of the loop, and print it."""
+        """Inspect the attempt in each turn of the supervisor's loop, and print news for the user."""
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Receive an event of an instance, which the record already contains."""
+        """Use an event of ``instance`` of the kind ``hears``; the record already contains the event."""
 
     def add_to(self, end: JobEnd) -> JobEnd:
         """Return the end of the attempt, or its present state, with the findings of this watcher."""
         return end
 
     def close(self) -> None:
-        """Free everything that the watcher uses."""
+        """Free the files and processes that the watcher uses."""
 
 
 class Monitors(Watcher):
-    """The monitors that are connected, and the monitor on poprun's own terminal for `--monitor`."""
+    """The watcher that keeps the connected monitors, and the monitor of `--monitor`, up to date."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._own = _own_monitor(watched)
 
     def update(self, now_seconds: float) -> None:
-        """Send a view to the monitors if a view is due."""
+        """Send all connected monitors a view of the job if the next view is due."""
         if self._watched.links.viewers is not None:
             self._watched.links.viewers.send_view(
                 self._watched.record, self._watched.streams.last_line, now_seconds
             )
 
     def show(self, text: str) -> None:
-        """Print a text; a monitor on this terminal prints the text above its drawing."""
+        """Print ``text`` for the user; a monitor on this terminal prints the text above its drawing."""
         viewers = self._watched.links.viewers
         is_shown = viewers is not None and viewers.add_text(text)
         if not is_shown or self._own is None:
             log(text)
 
     def close(self) -> None:
-        """Wait until the monitor has left the terminal."""
+        """Wait until the monitor on poprun's own terminal has cleared its drawing and ended."""
         if self._own is not None:
             self._own.wait()
 
@@ -94,7 +94,7 @@ def _own_monitor(watched: Watched) -> "MonitorProcess | None":
 
 
 class GpuCurves(Watcher):
-    """The load and the memory of this host's GPUs, as curves."""
+    """The watcher that records the load and the memory of this host's GPUs as curves."""
 
     def __init__(self, watched: Watched) -> None:
         self._watch: GpuWatch | None = None
@@ -104,18 +104,18 @@ class GpuCurves(Watcher):
             self._watch = watch_gpus(watched.plan, watched.identity, watched.variables, watched.record.curves)
 
     def update(self, now_seconds: float) -> None:
-        """Read what the maker's tool has printed."""
+        """Read the measurements that the GPU maker's tool has printed, and add the measurements to the curves."""
         if self._watch is not None:
             self._watch.update(now_seconds)
 
     def close(self) -> None:
-        """End the maker's tool."""
+        """End the GPU maker's tool that prints measurements."""
         if self._watch is not None:
             self._watch.close()
 
 
 class StackWatch(Watcher):
-    """The stacks of the programs, which poprun requests in a hang or when the user asks."""
+    """The watcher that requests the programs' stacks, in a hang or when the user asks, and prints the stacks."""
 
     hears = "stacks"
 
@@ -123,11 +123,11 @@ class StackWatch(Watcher):
         self._watched = watched
         self._monitors = monitors
         self._inquiry: StackInquiry | None = None
-        self._verdict: Verdict | None = None  # who keeps the others waiting, when the user was told so
+        self._verdict: Verdict | None = None  # the cause of the hang, after it was printed
 
     @property
     def are_awaited(self) -> bool:
-        """Whether poprun has requested stacks and some programs have not answered."""
+        """Whether poprun has requested the programs' stacks, and some programs have not answered."""
         return self._inquiry is not None
 
     def update(self, now_seconds: float) -> None:
@@ -145,7 +145,7 @@ class StackWatch(Watcher):
             self.ask()
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:  # noqa: ARG002 - every watcher has this signature
-        """Record that an instance has answered."""
+        """Record that ``instance`` has answered the request for its stacks."""
         if self._inquiry is not None:
             self._inquiry.note_answer(instance)
 
@@ -164,15 +164,15 @@ class StackWatch(Watcher):
         )
 
     def forget(self) -> None:
-        """Drop the request, because a failure explains what seemed to be a hang."""
+        """Drop the request for stacks, because a failure explains why the instances seemed to hang."""
         self._inquiry = None
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add the verdict of the hang if the job was stopped because of the hang."""
+        """Return ``end``, with the cause of the hang added if the job was stopped because of a hang."""
         return replace(end, verdict_of_hang=self._verdict) if end.is_hung else end
 
     def _describe(self, inquiry: "StackInquiry") -> str:
-        """Return the stacks in words; in a hang, the instance that the others wait for comes first."""
+        """Return the answered stacks as text; in a hang, the instance for which the others wait comes first."""
         from poprun.observe.account.stacks import read_lines
         from poprun.observe.judge.verdict import find_verdict_of_hang
         from poprun.observe.show.standstill import describe_verdict
@@ -204,7 +204,7 @@ def _other_clocks(watched: Watched) -> "HostClocks | None":
 
 
 class Clocks(Watcher):
-    """The clocks of the other hosts; a job of one host has no other clocks."""
+    """The watcher that measures how far the clocks of other hosts are ahead of poprun's clock."""
 
     hears = "clock"
 
@@ -213,21 +213,21 @@ class Clocks(Watcher):
         self.others = _other_clocks(watched)
 
     def update(self, now_seconds: float) -> None:
-        """Ask the other hosts for the time if a question is due."""
+        """Ask the other hosts for the time of their clocks if the next question is due."""
         if self.others is not None:
             self.others.ask(self._watched.record.reachable, now_seconds)
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Record the answer of a clock."""
+        """Record the answer of ``instance``, which contains the time of its host's clock."""
         if self.others is not None:
             self.others.add(instance, event, time.time_ns())
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add all answers of the clocks."""
+        """Return ``end`` with all answers to the questions for the time of other hosts' clocks."""
         return end if self.others is None else replace(end, clock_rounds=self.others.rounds)
 
     def ahead_seconds(self, instances: range) -> dict[int, float]:
-        """Return by how much the clock of each instance is ahead of poprun's clock."""
+        """Return the seconds by which each instance's clock is ahead of poprun's clock; 0.0 if unknown."""
         fits = {} if self.others is None else self.others.fits()
         hosts = {index: self._watched.plan.instance(index).host for index in instances}
         now_ns = time.time_ns()
@@ -235,14 +235,14 @@ class Clocks(Watcher):
 
 
 class Speed(Watcher):
-    """The speed of the instances: programs are asked at intervals when they called their collectives."""
+    """The watcher that finds slow instances by asking programs, at intervals, when they called collectives."""
 
     def __init__(self, watched: Watched, clocks: Clocks) -> None:
         self._watched = watched
         self._clocks = clocks
 
     def update(self, now_seconds: float) -> None:
-        """Print which instance is slow; ask again if a question is due."""
+        """Print which instance or link is slow; ask the programs again if the next question is due."""
         record, plan = self._watched.record, self._watched.plan
         statuses = record.statuses
         if record.phase is not Phase.RUNNING or any(status.counters is None for status in statuses):
@@ -268,7 +268,7 @@ class Speed(Watcher):
                 self._watched.links.send_order(index, {"order": "calls", "most_helpers": most_helpers})
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add the slow instances, and how long each instance has waited."""
+        """Return ``end`` with the slow instances, and with the time that each instance has waited for others."""
         watch = self._watched.record.performance
         if watch is None:
             return end
@@ -281,7 +281,7 @@ class Speed(Watcher):
 
 
 class Hosts(Watcher):
-    """The problems of hosts, such as memory that will soon be full; each problem is printed once."""
+    """The watcher that warns once of each problem of a host, such as memory that will soon be full."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -289,7 +289,7 @@ class Hosts(Watcher):
         self._warnings: dict[tuple[str, str], str] = {}  # by kind and host
 
     def update(self, now_seconds: float) -> None:
-        """Apply all rules every 30 s."""
+        """Apply all rules about hosts every 30 s, and log a warning for each new problem."""
         if now_seconds >= self._due_seconds:
             from poprun.observe.judge.host_rules import find_host_findings
             from poprun.observe.show.host_words import describe_finding
@@ -303,19 +303,19 @@ class Hosts(Watcher):
                     log(f"warning: {warning}")
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add all warnings."""
+        """Return ``end`` with all warnings about hosts that were logged."""
         return replace(end, warnings=(*end.warnings, *self._warnings.values()))
 
 
 class Lone(Watcher):
-    """A watch for instances that train without each other."""
+    """The watcher that warns if several instances train independently, each without the others."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._is_told = False
 
     def update(self, now_seconds: float) -> None:  # noqa: ARG002 - every watcher has this signature
-        """Print a warning once, while the instances run."""
+        """Print one warning, while the instances run, if several instances train without each other."""
         if not self._is_told and (number := num_lone(self._watched.record.statuses)) > 1:
             from poprun.observe.show.printed_report import describe_lone
 
@@ -323,5 +323,5 @@ class Lone(Watcher):
             log(describe_lone(number, self._watched.plan))
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Add whether the warning was printed."""
+        """Return ``end`` with the fact whether the warning about independent instances was printed."""
         return replace(end, has_told_lone=self._is_told)

@@ -1,9 +1,9 @@
-"""What an agent sees of its program: what its tree uses, its page of progress, and where it stands.
+"""The measurements that an agent makes of its program: the resources it uses, its progress, and its stacks.
 
-The page is a file in memory that the program inherits (`popdist.ground.progress`); the agent passes its bytes on.
-A Python program announces there the signal at which it writes its stacks (`popdist.startup.stack_signal`);
-processes that write none are described from /proc. Standard library only: a bare interpreter loads this in each
-shim.
+The *progress page* is memory that the program inherits (`popdist.ground.progress`) and in which it writes its
+progress; the agent sends the bytes to poprun. On the page a Python program names the signal at which it writes
+its stacks behind the page (`popdist.startup.stack_signal`); other processes are described from /proc. Standard
+library only: a bare interpreter loads this module in each shim.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from poprun.launch.process.process_tree import (
     words_of,
 )
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Collection, Iterable
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from poprun.launch.messages.control import Message
     from poprun.launch.recorder import RecorderQuestion
 else:
-    import _signal as signal  # signal itself loads enum and more
+    import _signal as signal  # the module signal would load enum and more
 
-# Of the kernel: asm/unistd_64.h of x86_64, asm-generic/unistd.h for aarch64.
+# The numbers are from the kernel: asm/unistd_64.h of x86_64, asm-generic/unistd.h for aarch64.
 _NUMBERS: Final = {
     "x86_64": (
         "read=0 write=1 open=2 close=3 poll=7 ioctl=16 pread64=17 pwrite64=18 readv=19 writev=20 select=23 "
@@ -76,9 +76,9 @@ LONGEST_SECONDS = 2.0  # how long a program may take to write its stacks
 _STILL_SECONDS = 0.1
 _MOST_BYTES = 64 * 1024
 _MOST_PROCESSES = 8
-_RECORD = b"{"  # how the record begins that a failing program leaves where stacks are written
-_CRASH = b"Fatal Python error: "  # and so what Python writes there when a signal ends it
-_FULL_BYTES = 64 * 1024  # a disk that has less is full
+_RECORD = b"{"  # beginning of the record that a failing program writes in place of stacks
+_CRASH = b"Fatal Python error: "  # beginning of the stacks that Python writes when a signal ends it
+_FULL_BYTES = 64 * 1024  # a disk with less free space counts as full
 _LOOK_SECONDS = 1.0
 _LOOKS_PER_WALK = 5
 _PAUSE_SECONDS = 7 * 24 * 3600.0
@@ -88,18 +88,18 @@ _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
 def name_system_call(number: str, machine: str = "") -> str:
-    """The name of the system call ``number`` on ``machine`` (this one, if none is named), if it is known."""
+    """Return the name of the system call ``number`` on ``machine``, a kind of processor; empty: this one's."""
     pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
     return next((name for name, known in pairs if known == number), f"system call {number}")
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process is held by a signal or a debugger: then it hears no signal."""
+    """Whether the process ``pid`` is stopped by a signal or a debugger, so that it handles no signals."""
     return _fields(pid).get("State", "")[:1] in _STOPPED
 
 
 def describe_process(pid: int) -> str:
-    """A process in one line: its state, the system call and the kernel's wait channel, its threads."""
+    """Return a line about the process ``pid``: its state, system call, wait channel in the kernel, and threads."""
     fields = _fields(pid)
     if not fields:
         return f"process {pid} has ended"
@@ -122,13 +122,13 @@ def _name(pid: int, fields: dict[str, str]) -> str:
 
 
 def _system_call(pid: int) -> str:
-    """The system call that a process is in; the kernel tells it only of those that one may trace."""
+    """Return the system call in which the process ``pid`` waits; empty if this user may not trace the process."""
     number = _read(pid, "syscall").partition(" ")[0]
     return f" in {name_system_call(number)}" if number.isdecimal() else ""
 
 
 def _fields(pid: int) -> dict[str, str]:
-    """The lines of proc_pid_status(5); none when the process is gone."""
+    """Return the fields of the file proc_pid_status(5) of the process ``pid``; {} if the process has ended."""
     pairs = (line.partition(":") for line in _read(pid, "status").splitlines())
     return {name: value.strip() for name, _, value in pairs}
 
@@ -146,7 +146,7 @@ def _read_file(path: str) -> str:
 
 
 def find_locks(pids: Collection[int], locks: str = "") -> Message:
-    """Return the locks of files that the processes hold, and those that they wait for, with who holds each.
+    """Return the file locks that the processes ``pids`` hold, and the locks that they await, with their holders.
 
     ``locks`` is the text of proc_locks(5), whose line of a waiting process has an arrow behind its number. The
     number of a file has the host's name before it, since other hosts have files of the same number.
@@ -162,7 +162,7 @@ def find_locks(pids: Collection[int], locks: str = "") -> Message:
             continue
         pid, file = words[4 + is_waiting], f"{host} {words[5 + is_waiting]}"
         if is_waiting and int(pid) in pids:
-            holder = holders.get(file, 0)  # the kernel names none where the lock belongs to an open file
+            holder = holders.get(file, 0)  # the kernel names no process if the lock belongs to an open file
             awaited[file] = describe_process(holder) if holder > 0 else "a process that the kernel does not name"
         elif not is_waiting:
             holders[file] = int(pid)
@@ -171,8 +171,8 @@ def find_locks(pids: Collection[int], locks: str = "") -> Message:
 
 
 def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
-    """The memory and processor time of the processes of ``keys``, parents first, as far as they still live."""
-    # of the memory of those after the first, what they share with others is left out
+    """Return the total memory and processor time of the processes ``keys``, parents first, that still live."""
+    # the memory that processes share counts only in the first process
     memory_bytes, cpu_ticks, num_processes, num_faults, num_in_disk = 0, 0, 0, 0, 0
     for key in keys:
         try:
@@ -200,7 +200,7 @@ def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
 
 
 class StackQuestion:
-    """One question to the program, and then its helpers, from each signal to the stacks behind the page."""
+    """A request to a program, and then to its helper processes, to write their stacks behind the progress page."""
 
     def __init__(self, page: int, text_at: int, pid: int, signum: int, most_helpers: int = 0) -> None:
         self._page = page
@@ -217,7 +217,7 @@ class StackQuestion:
         self._ask(pid)
 
     def answer(self) -> Message | None:
-        """The event with the stacks; None as long as somebody may still write."""
+        """Return the event with the requested stacks; None while a process may still write its stacks."""
         while not self._is_about_helpers or self._asked is not None or self._unasked:
             if self._asked is not None and not self._is_complete(time.monotonic()):
                 return None
@@ -228,16 +228,16 @@ class StackQuestion:
         return {**event, **find_locks(tree), "ended_children": unreaped_children(tree)}
 
     def _ask(self, pid: int) -> None:
-        """Have a process write its stacks, if it listens."""
+        """Send the process ``pid`` the signal at which it writes its stacks, if the process handles the signal."""
         self._asked = _listener(self._page, pid, self._signum)
         self._num_bytes = 0
         if self._asked is not None:
             os.ftruncate(self._page, self._text_at)
-            os.lseek(self._page, self._text_at, os.SEEK_SET)  # the program's descriptor has the same offset
+            os.lseek(self._page, self._text_at, os.SEEK_SET)  # the program's descriptor shares the offset
             send([self._asked], self._signum)
 
     def _ask_next(self) -> None:
-        """Store what the process that was asked has written, and ask the next one."""
+        """Store the stacks that the asked process has written, and ask the next helper process for its stacks."""
         text = b""
         if self._asked is not None:
             text = os.pread(self._page, _MOST_BYTES, self._text_at)
@@ -264,7 +264,7 @@ class StackQuestion:
 
 
 class ProgramQuestion:
-    """One question to the program: for stacks, and for what torch's recorder of collectives holds."""
+    """A request to a program for its stacks and for the collectives in torch's flight recorder."""
 
     def __init__(
         self,
@@ -274,12 +274,12 @@ class ProgramQuestion:
     ) -> None:
         self._stacks = stacks
         self._recorder = recorder
-        self._to_event = to_event  # makes the event of what the two have answered
+        self._to_event = to_event  # makes the event from both answers
         self._stacks_event: Message | None = {} if stacks is None else None
         self._record: Message | None = {} if recorder is None else None
 
     def answer(self) -> Message | None:
-        """The event with the stacks and the record; None as long as one of them may still come."""
+        """Return the event with the stacks and the recorded collectives; None while an answer may still come."""
         if self._recorder is not None and self._record is None:
             self._record = self._recorder.answer()
         if self._stacks is not None and self._stacks_event is None:
@@ -290,7 +290,7 @@ class ProgramQuestion:
 
 
 def _is_full(place: str) -> bool:
-    """Whether the disk that holds a folder has no room, or can hold no further file."""
+    """Whether the disk that contains the folder ``place`` has no free space, or no room for another file."""
     try:
         disk = os.statvfs(place)
     except OSError:
@@ -299,7 +299,7 @@ def _is_full(place: str) -> bool:
 
 
 def _describe_tree() -> list[str]:
-    """The program's processes, parents first."""
+    """Return one line about each process of the program, parents first; at most 8, and the number of others."""
     tree = own_tree()
     lines = [describe_process(key.pid) for key in tree[:_MOST_PROCESSES]]
     num_left = len(tree) - len(lines)
@@ -307,7 +307,7 @@ def _describe_tree() -> list[str]:
 
 
 def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
-    """The process to signal, if it is of our tree, not stopped, handles the signal and still has the page open."""
+    """Return the key of the process ``pid`` if it can write its stacks at the signal ``signum``; else None."""
     key = key_of(pid) if pid else None
     if key is None or key not in own_tree() or not catches(pid, signum) or is_stopped(pid):
         return None
@@ -319,13 +319,13 @@ def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
 
 
 class ProgramWatch:
-    """Measures one program: reads its page, and measures its tree, which is walked less often."""
+    """The measurements of one program: an agent reads the progress page and measures the program's processes."""
 
-    _page: int  # the descriptor of the page, from `open_page` on
+    _page: int  # the descriptor of the progress page, from `open_page` on
 
     def __init__(self) -> None:
         self._order: dict[str, Any] = {}  # the ``start`` order
-        self._places: list[str] = []  # where the program writes files
+        self._places: list[str] = []  # folders in which the program writes files
         self._numbers: int | None = None  # the descriptor of the pipe of numbers; None if there is none
         self._kills: list[int | None] = []
         self._begun_line = b""
@@ -336,27 +336,27 @@ class ProgramWatch:
         self._next_seconds = 0.0
 
     def open_page(self, order: dict[str, Any]) -> int:
-        """Make the page that a ``start`` order describes; its descriptor, for the program to inherit."""
+        """Create the progress page, memory in which the program writes its progress; return its descriptor."""
         self._order = order
         self._page = os.memfd_create(_PAGE_NAME)
         os.ftruncate(self._page, _TEXT_AT)
         return self._page
 
     def open_numbers(self) -> int:
-        """Make the pipe of the numbers that the program reports; its descriptor, for the program to inherit."""
+        """Create the pipe for the numbers that the program reports; return the descriptor for the program."""
         self._numbers, writer = os.pipe()
         os.set_blocking(self._numbers, False)
         os.set_blocking(writer, False)
         return writer
 
     def begin(self, temporary: str) -> None:
-        """Begin when the program has started, whose folder of temporary files is ``temporary``."""
+        """Begin to measure the started program; ``temporary`` is the program's folder for temporary files."""
         self._places = [self._order["working_directory"], temporary, "/dev/shm"]
         self._wait_for_next_second()
         self._kills = count_kills(_read(os.getpid(), "cgroup"))
 
     def machine_event(self) -> Message:
-        """The event after a failure with what the kernel has killed on this host since the begin, and limits."""
+        """Return the event that says how many processes the kernel has killed on this host, and the limits."""
         from poprun.launch.process.limits import KillCounts
         from poprun.launch.process.machine_evidence import evidence_since
 
@@ -365,30 +365,30 @@ class ProgramWatch:
         return {"event": "machine", "killed": list(evidence.killed), "limits": limits}
 
     def pause_or_resume(self, signum: int) -> None:
-        """Pause at SIGSTOP, resume at SIGCONT: poprun stops itself then, and unread events would pile up."""
+        """Pause measuring at SIGSTOP and resume at SIGCONT, because poprun is stopped and reads no events."""
         if signum == signal.SIGSTOP:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
         elif signum == signal.SIGCONT:
             self._wait_for_next_second()
 
     def _wait_for_next_second(self) -> None:
-        """Wait for the next whole second of the clock, at which all agents measure: programs are compared."""
+        """Set the next measurement to the next whole second, at which all agents measure."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS - time.time() % _LOOK_SECONDS
 
     def is_due(self) -> bool:
-        """Whether it is time to measure."""
+        """Whether it is time for the next measurement of the program."""
         return time.monotonic() >= self._next_seconds
 
     def patience_seconds(self) -> float:
-        """Seconds until the next measurement."""
+        """Return the number of seconds until the next measurement of the program."""
         return max(0.0, self._next_seconds - time.monotonic())
 
     def last_event(self) -> Message:
-        """The event with the content of the page after the program's end."""
+        """Return the event with the last content of the progress page, after the program has ended."""
         return {"event": "stats", "progress": self._read_page(), **self._read_numbers()}
 
     def remains(self) -> Message:
-        """What a failed program has left behind: its collectives or its stacks, and which disks are full."""
+        """Return the evidence that a failed program has left: its collectives or stacks, and the full disks."""
         left: Message = {"full_disks": [place for place in self._places if _is_full(place)]}
         text = os.pread(self._page, os.fstat(self._page).st_size, _TEXT_AT)
         if text.startswith(_RECORD):
@@ -400,32 +400,32 @@ class ProgramWatch:
         return left
 
     def measure(self) -> Message:
-        """The event with what the program uses and how far it is."""
+        """Measure the program; return the event with its use of resources, its progress and its numbers."""
         self._wait_for_next_second()
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
-            # the start order names the module
+            # the start order names the module that reads the counters
             reader = __import__(self._order["counters"], fromlist=("read_counters",))
             self._counters = reader.read_counters(self._announced()[0])
         self._num_looks += 1
-        progress = self._read_page()  # first, as it moves fastest
+        progress = self._read_page()  # read first, because progress changes fastest
         facts = {**measure(self._tree), **measure_pressure(self._announced()[0]), "counters": self._counters}
         return {"event": "stats", **facts, "progress": progress, **self._read_numbers()}
 
     @property
     def is_asked(self) -> bool:
-        """Whether a question was put that is not answered."""
+        """Whether the program has not yet answered a request for stacks or calls."""
         return self._question is not None
 
     def answer(self) -> Message | None:
-        """The event with the answer to the question; None as long as there is none."""
+        """Return the event with the program's answer to the request; None while there is no answer."""
         event = None if self._question is None else self._question.answer()
         if event:
             self._question = None
         return event
 
     def ask_for_stacks(self, most_helpers: int) -> None:
-        """Request the stacks of the program and of its helpers, and what torch's recorder holds."""
+        """Request the stacks of the program and its helpers, and the collectives in torch's flight recorder."""
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers),
             self._question_for_recorder(is_about_moments=False),
@@ -433,7 +433,7 @@ class ProgramWatch:
         )
 
     def ask_for_calls(self, most_helpers: int) -> None:
-        """Request the moments of the program's last collectives, and the stacks of so many helpers."""
+        """Request the times of the program's last collectives; with ``most_helpers`` > 0, also stacks."""
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers) if most_helpers else None,
             self._question_for_recorder(is_about_moments=True),
@@ -446,7 +446,7 @@ class ProgramWatch:
         )
 
     def uses_jax(self) -> bool:
-        """Whether the program's JAX asked which job it is in."""
+        """Whether JAX in the program has asked for the address of the job's coordinator, so that it is used."""
         return self._said_by_hook()[1]
 
     def _question_for_stacks(self, most_helpers: int) -> StackQuestion:
@@ -454,7 +454,7 @@ class ProgramWatch:
         return StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers)
 
     def _question_for_recorder(self, *, is_about_moments: bool) -> RecorderQuestion | None:
-        """The question to torch's recorder; None where there is none, or the program could not answer."""
+        """Return a request to torch's flight recorder; None without a recorder, or if the program is stopped."""
         pid, descriptor = self._announced()[0], self._said_by_hook()[0]
         if not descriptor or is_stopped(pid):
             return None
@@ -463,13 +463,13 @@ class ProgramWatch:
         return RecorderQuestion(pid, descriptor, is_about_moments=is_about_moments)
 
     def _announced(self) -> tuple[int, int]:
-        """The process that the page names, and the signal at which it writes its stacks."""
+        """Return the process that the progress page names, and the signal at which it writes its stacks."""
         at, form = self._order["announcement_at"], self._order["announcement_format"]
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
 
     def _said_by_hook(self) -> tuple[int, bool]:
-        """The descriptor in that process through which torch's recorder answers, or 0; and whether it uses JAX."""
+        """Return the program's descriptor for torch's flight recorder, 0 without one, and whether JAX is used."""
         descriptor, uses_jax = unpack("=i?", os.pread(self._page, calcsize("=i?"), self._order["recorder_at"]))
         return descriptor, uses_jax
 
@@ -477,7 +477,7 @@ class ProgramWatch:
         return os.pread(self._page, self._order["progress_bytes"], 0).hex()
 
     def _read_numbers(self) -> Message:
-        """What the program has reported since the last look, as lines, and when they were read; or nothing."""
+        """Return the new lines of numbers that the program has reported, and the time; {} if there are none."""
         try:
             data = os.read(self._numbers, _MOST_BYTES) if self._numbers is not None else b""
         except BlockingIOError:

@@ -1,7 +1,7 @@
-"""What an agent asks torch's recorders in its program: which collectives it has called, and which are not done.
+"""An agent's requests to torch's flight recorders in its program: the collectives, and which have not ended.
 
 The program's start-up hook has started torch's worker server, whose threads answer while Python is stuck
-(`popdist.startup.recorder_server`). Standard library only: a bare interpreter loads this when poprun asks.
+(`popdist.startup.recorder_server`). Standard library only: a bare interpreter loads this at poprun's request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from poprun.launch.messages import ProtocolError
 from poprun.launch.messages.control import decode
 
-TYPE_CHECKING = False  # as typing has it
+TYPE_CHECKING = False  # not imported from typing, which loads slowly
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator, Sequence
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
     from poprun.launch.messages.control import Message
 else:
-    import _socket as socket  # socket itself loads enum and more
+    import _socket as socket  # the module socket would load enum and more
 
 MAX_CALLS: Final = 6
-"""So many of a group's last calls are passed on, and as many of those that are not done."""
+"""The number of a group's last calls that an agent sends to poprun, and of earlier calls that have not ended."""
 
 ANSWER_SECONDS: Final = 0.3
 MOMENTS_SECONDS: Final = 2.0
 _HANDLERS: Final = (b"fr_trace_json", b"dump_nccl_trace_json")
-"""The server's names of torch's recorders: that of gloo, and that of NCCL, which only some builds have."""
+"""The names of torch's flight recorders at its server: for gloo, and for NCCL, which only some builds have."""
 
 _REQUEST: Final = b"POST /handler/%b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _OWN_GROUPS: Final = ("nccl",)
-"""Backends that number their calls for themselves: a group may have one of them beside gloo."""
+"""The backends that number their calls separately, because a group may have such a backend beside gloo."""
 _READ_BYTES: Final = 1024 * 1024
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
 class RecorderQuestion:
-    """One question to the recorders in process ``pid``, behind its descriptor; nothing here waits."""
+    """A request to torch's flight recorders in the process ``pid``; no method of the request waits."""
 
     def __init__(self, pid: int, descriptor: int, *, is_about_moments: bool = False) -> None:
         self._cut = list_calls if is_about_moments else cut_record
@@ -45,7 +45,7 @@ class RecorderQuestion:
         self._links = [_Link(f"/proc/{pid}/fd/{descriptor}", handler) for handler in _HANDLERS]
 
     def answer(self) -> Message | None:
-        """What the recorders say, cut to what matters, or nothing if none answers; None before that."""
+        """Return the needed part of the recorders' answers; {} if none answers; None while one may answer."""
         is_late = time.monotonic() >= self._deadline_seconds
         if not all(link.receive(is_late=is_late) for link in self._links):
             return None
@@ -53,7 +53,7 @@ class RecorderQuestion:
 
 
 class _Link:
-    """A connection to torch's worker server, over which one recorder is asked."""
+    """A connection to torch's worker server in a program, for a request to one flight recorder."""
 
     def __init__(self, path: str, handler: bytes) -> None:
         self._received = b""
@@ -68,11 +68,11 @@ class _Link:
 
     @property
     def text(self) -> bytes:
-        """What was received, in one line."""
+        """The received answer of the flight recorder, without the HTTP header, in one line."""
         return self._received.partition(b"\r\n\r\n")[2].replace(b"\n", b" ")
 
     def receive(self, *, is_late: bool) -> bool:
-        """Receive what there is; whether no more will come."""
+        """Receive the bytes that have arrived; return whether the answer is complete, failed or too late."""
         while not self._is_over:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -93,7 +93,7 @@ class _Link:
 
 
 def cut_record(text: bytes) -> Message:
-    """Of what the recorders hold, JSON in a line each: groups, how far each is, their last calls; else nothing."""
+    """Return each group's progress and last calls from the recorders' JSON lines ``text``; {} if malformed."""
     try:
         groups = [_cut_group(*group) for group in groups_in(text)]
     except MALFORMED:
@@ -102,7 +102,7 @@ def cut_record(text: bytes) -> Message:
 
 
 def list_calls(text: bytes) -> Message:
-    """Of what the recorders hold, JSON in a line each: when each collective was called, by group; else nothing."""
+    """Return the times of each group's collectives from the recorders' JSON lines ``text``; {} if malformed."""
     found: dict[str, dict[str, Any]] = {}
     try:
         for name, calls, record in groups_in(text):
@@ -119,9 +119,9 @@ MALFORMED: Final = (AttributeError, KeyError, IndexError, TypeError, ValueError)
 
 
 def groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
-    """Each group with its entries, and the record that holds them; a line that is no JSON holds none.
+    """Yield each process group in the recorders' JSON lines ``text``: its name, its entries, and the whole record.
 
-    Malformed entries raise one of ``MALFORMED``, here or where they are read.
+    Lines that are not JSON are left out. Malformed entries raise one of ``MALFORMED``, here or when they are read.
     """
     for line in text.split(b"\n"):
         try:
@@ -137,7 +137,7 @@ def groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str
 
 
 def _ranks(name: str, record: dict[str, Any]) -> object:
-    """The ranks of a group as torch tells them, or none."""
+    """Return the ranks of the process group ``name`` from torch's record; an empty list if torch names none."""
     config = (record.get("pg_config") or {}).get(name.partition(":")[0]) or {}
     return decode(f'{{"ranks":{config.get("ranks") or "[]"}}}'.encode())["ranks"]
 
