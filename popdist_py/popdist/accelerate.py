@@ -54,7 +54,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def take_over(cls, accelerator: accelerate.Accelerator) -> None:
-        """Make an accelerator that another library has made, and not used yet, one of this class."""
+        """Make ``accelerator``, which another library has made and not used yet, an object of this class."""
         accelerator.__class__ = cls
         accelerator._begin_replicas()  # noqa: SLF001 - it has this class now
 
@@ -70,7 +70,7 @@ class Accelerator(accelerate.Accelerator):
             self.register_load_state_pre_hook(self._load_states)
 
     def _refuse_engines(self) -> None:
-        """Raise BatchError for options under which another library makes the steps."""
+        """Raise BatchError if an option lets another library, such as DeepSpeed, make the optimizer steps."""
         kind = str(self.distributed_type).rpartition(".")[-1]
         if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise BatchError(
@@ -92,7 +92,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def counting_instances(self) -> Iterator[None]:
-        """Let ``num_processes`` be the number of instances, as in an evaluation, whose batches instances share."""
+        """A context in which ``num_processes`` is the number of instances, because these share an evaluation."""
         self._counts_instances = True
         try:
             yield
@@ -101,7 +101,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this instance is the last one."""
+        """Whether this instance is the last instance of the job."""
         return bool(self.process_index == super().num_processes - 1)
 
     def prepare_model(
@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,  # noqa: FBT001 - accelerate's signature
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        """Prepare a loader: in training it yields the batches of this instance's replicas.
+        """Prepare a loader so that in training it yields the batches of this instance's replicas.
 
         Raises:
             BatchError: If the sampler of the loader deals samples to processes already, or replicas would have
@@ -176,7 +176,7 @@ class Accelerator(accelerate.Accelerator):
         return DataLoaderShard(device=dealt.device, batch_sampler=sampler, _drop_last=loader.drop_last, **options)
 
     def _rows(self, loader: Any, dealt: Any) -> Any:
-        """Return the loader of rows: one batch of each local replica, dealt from the batches of ``loader``."""
+        """Return a loader that yields one batch of each local replica at once, from the batches of ``loader``."""
         replicas = context.local_replicas()
         options = _options(loader)
         if isinstance(loader.dataset, IterableDataset):
@@ -235,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
         optimizer: Any,
         device_placement: bool | None = None,  # noqa: FBT001 - accelerate's signature
     ) -> Any:
-        """Prepare an optimizer whose ``step()`` acts when the gradients of all replicas are there."""
+        """Prepare an optimizer whose ``step()`` updates weights only when all replicas' gradients are complete."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if self.num_replicas == 1 or not isinstance(prepared, AcceleratedOptimizer):
             return prepared
@@ -245,7 +245,7 @@ class Accelerator(accelerate.Accelerator):
         return own
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a learning rate scheduler, which advances once for each replica, as for each process."""
+        """Prepare a learning rate scheduler, which advances once per replica, as in accelerate per process."""
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, AcceleratedScheduler) and context.num_local_replicas() > 1:
             prepared = _Scheduler(
@@ -256,7 +256,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Accumulate gradients over ``gradient_accumulation_steps`` batches of each replica."""
+        """A context in which gradients accumulate over ``gradient_accumulation_steps`` batches of each replica."""
         if self.loop_turns is None or not self.loop_turns.is_running:
             with super().accumulate(*models):
                 yield
@@ -265,7 +265,7 @@ class Accelerator(accelerate.Accelerator):
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing for the replicated model, whose gradients are reduced at the end of a step."""
+        """Return a context that does nothing for the replicated model, which reduces gradients after a step."""
         if isinstance(model, ReplicatedModel):
             return nullcontext()
         unsynchronised: AbstractContextManager[Any] = super().no_sync(model)
@@ -286,7 +286,7 @@ class Accelerator(accelerate.Accelerator):
         turns.end_micro_batch()
 
     def turns(self, rows: Any) -> Iterator[Any]:
-        """Yield the batches of all rows, each as the replica whose batch it is: the inside of a training loop."""
+        """Yield each replica's batches in turn to a training loop, which then computes as this replica."""
         if self.loop_turns is None:
             raise BatchError(
                 "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
@@ -324,12 +324,12 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """accelerate's optimizer, whose step ends the micro batch before."""
+    """accelerate's optimizer, whose ``step()`` first ends the current micro batch."""
 
     owner: Accelerator
 
     def step(self, closure: Any = None) -> None:
-        """Step, if the gradients of all replicas are there."""
+        """Update the weights, if the gradients of all replicas are complete."""
         turns = self.owner.loop_turns
         if turns is not None and turns.is_running:
             turns.has_stepped = True
@@ -338,10 +338,10 @@ class _Optimizer(AcceleratedOptimizer):
 
 
 class _Scheduler(AcceleratedScheduler):
-    """accelerate's scheduler, which advances once for each replica in place of each process."""
+    """accelerate's scheduler, which advances once for each replica rather than once for each process."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the learning rate, if the optimizer has stepped."""
+        """Step the learning rate scheduler, if the optimizer has updated the weights."""
         counts_processes = (
             self.step_with_optimizer and self.gradient_state.sync_gradients and not self.split_batches
         )
@@ -350,9 +350,9 @@ class _Scheduler(AcceleratedScheduler):
 
 
 class PreparedLoader:
-    """A prepared loader: in training the batches of the local replicas, in evaluation those of this instance.
+    """A prepared loader: its batches are the local replicas' batches in training, this instance's in evaluation.
 
-    Attributes that the class does not have are those of accelerate's loader for the evaluation.
+    An attribute that the class does not have is the attribute of accelerate's loader for the evaluation.
     """
 
     def __init__(self, accelerator: Accelerator, dealt: Any, rows: Any) -> None:
@@ -372,7 +372,7 @@ class PreparedLoader:
         return iter(dealt)
 
     def __len__(self) -> int:
-        """Return the number of batches of one replica; of this instance, after an evaluation has begun."""
+        """Return the number of batches of one replica; after an evaluation has begun, of this instance."""
         return len(self._last)
 
     def __getattr__(self, name: str) -> Any:
@@ -392,7 +392,7 @@ class PreparedLoader:
 
 
 def _options(loader: Any) -> dict[str, Any]:
-    """Return the options of a DataLoader that a loader with other batches keeps."""
+    """Return the options of the DataLoader ``loader`` that a new loader with other batches keeps."""
     kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
     return {name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")}
 
@@ -410,7 +410,7 @@ def _refuse_loader(loader: Any) -> None:
 
 
 def _seed_sampler(loader: Any) -> None:
-    """Give a random sampler a generator of its own, which accelerate does in a job of several processes only."""
+    """Give a random sampler its own generator, as accelerate does only in a job of several processes."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", None)
     if hasattr(sampler, "generator") and sampler.generator is None:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -56,7 +56,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How samples are dealt: to all replicas of the job."""
+        """The arguments of a DistributedSampler that deals samples to all replicas of the job."""
         return {"num_replicas": context.num_replicas(), "rank": context.local_replicas().start}
 
     @property
@@ -93,7 +93,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         return self.steps
 
     def turns(self, rows: Any) -> Iterator[Any]:
-        """Yield the batches of all rows, each as the replica whose batch it is: the inside of a training loop."""
+        """Yield each replica's batches in turn to a training loop, which then computes as this replica."""
         if self.steps is None or self._turns is None:
             raise BatchError("no model was set up: call fabric.setup(model, optimizer) before the loop")
         taken = iter(rows)
@@ -105,11 +105,11 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     @property
     def _running(self) -> LoopTurns | None:
-        """The turns of the loop that the program is in; None outside of a loop."""
+        """The turns of the training loop that the program runs now; None outside of a loop."""
         return self._turns if self._turns is not None and self._turns.is_running else None
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss; in the last turn, reduce the gradients of all replicas.
+        """Compute the gradients of a loss; at the last batch of a step, reduce the gradients of all replicas.
 
         Raises:
             BatchError: If the function is called twice in one turn.
@@ -122,7 +122,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
             turns.end_micro_batch()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, if the gradients of all replicas are there; raise BatchError for a closure."""
+        """Update the weights, if the gradients of all replicas are complete. Raises BatchError for a closure."""
         if (turns := self._running) is None:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:
@@ -132,13 +132,13 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         return super().optimizer_step(optimizer) if turns.is_last else None
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip the gradients of all replicas by their norm; do nothing before the last turn."""
+        """Clip the gradients of all replicas by their norm; do nothing before the last batch of a step."""
         if self.sync_gradients:
             return super().clip_gradients_norm(*args, **kwargs)
         return torch.zeros((), dtype=torch.float32, device=self.root_device)
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
-        """Clip the gradients of all replicas by value; do nothing before the last turn."""
+        """Clip the gradients of all replicas by value; do nothing before the last batch of a step."""
         if self.sync_gradients:
             super().clip_gradients_value(*args, **kwargs)
 
@@ -172,12 +172,12 @@ class _AtLastTurn:
     """Fabric's control of ``no_backward_sync()``, which does nothing: the last turn reduces the gradients."""
 
     def no_backward_sync(self, _module: nn.Module, _enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001 - Fabric's signature
-        """Return a context that does nothing."""
+        """Return a context that does nothing, because gradients are reduced at the last batch of a step."""
         return nullcontext()
 
 
 class TurnLoader:
-    """A loader of Fabric: in training the batches of the local replicas in turn, in evaluation all their batches.
+    """A loader for Fabric that yields the batches of this instance's replicas, in training one replica at a time.
 
     Args:
         strategy: Begins and ends the turns.

@@ -38,7 +38,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     weights, and the values logged with ``sync_dist=True``, are bitwise equal for any number of instances. Steps,
     epochs and ``batch_idx`` are counted as with R processes. ``training_step``, ``validation_step`` and
     ``test_step`` are called once for each replica of this instance. Hooks with an argument ``batch`` get a
-    ``ReplicaRow``, whose ``micro_batches`` are the batches of the replicas. The ``outputs`` of hooks are those of
+    ``ReplicaRow``, whose ``micro_batches`` are the batches of the replicas. Hooks get as ``outputs`` the result of
     this instance's last replica in training, and a list in evaluation. A checkpoint can be resumed with another
     number of instances. In a job of one replica, all is as in Lightning's DDPStrategy.
 
@@ -69,13 +69,13 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How samples are dealt: to all replicas, and in a prediction to the instances."""
+        """The arguments of a DistributedSampler for all replicas, or in a prediction for all instances."""
         if self.has_replicas and not self._trainer.predicting:
             return {"num_replicas": context.num_replicas(), "rank": self._replicas.start}
         return {"num_replicas": context.num_instances(), "rank": context.instance_index()}
 
     def setup(self, trainer: Any) -> None:
-        """Set up the model and the optimizers."""
+        """Set up the model and the optimizers. Raises BatchError if replicas cannot replace processes here."""
         if self.has_replicas and trainer.state.fn == TrainerFn.FITTING:
             _refuse(trainer, self.lightning_module)
             if not any(isinstance(callback, _SameSteps) for callback in trainer.callbacks):
@@ -89,7 +89,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return model
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the loader of rows: one batch for each replica of this instance.
+        """Return a loader that yields one batch for each replica of this instance at once.
 
         Raises:
             BatchError: If the loader of a training does not give each replica its own samples.
@@ -105,7 +105,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return RowLoader(rows, lambda _first: None, lambda _position: 1)
 
     def _steps_now(self) -> ReplicaSteps | None:
-        """Return the steps, whose random states a sanity check leaves alone, as Lightning does."""
+        """Return the replicas' steps; None in a sanity check, which must not change the random states."""
         return None if self._trainer.sanity_checking else self._steps
 
     def _accumulation(self, position: int) -> int:
@@ -114,7 +114,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return max(0, min(int(self._trainer.accumulate_grad_batches), int(left)))
 
     def _begin_epoch(self, first: int) -> None:
-        """Begin an epoch with the batch ``first``: the replicas draw what a process draws, or go on as saved."""
+        """Begin an epoch with the batch ``first``; load the replicas' random states if the training is resumed."""
         if self._steps is None:
             return
         if not first:
@@ -128,7 +128,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             self._steps.randomness.load_state_dict(states)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move the batch of each replica to the device, as the replica."""
+        """Move the batch of each replica in ``batch`` to the device, with the random state of the replica."""
         move = super().batch_to_device
         if not isinstance(batch, ReplicaRow):
             return move(batch, device, dataloader_idx)
@@ -139,7 +139,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return batch
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Call ``training_step`` for each replica of this instance, and ``backward`` for all but the last one.
+        """Call ``training_step`` for each replica of this instance, and ``backward`` for all but the last replica.
 
         Raises:
             BatchError: If ``batch`` is not from a loader of rows, or ``training_step`` returned None.
@@ -211,7 +211,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     @contextmanager
     def _recording(self, row: ReplicaRow, micro_batch: ReplicaBatch) -> Iterator[None]:
-        """Keep the values that the program logs for a micro batch, until all replicas have logged theirs."""
+        """A context that keeps the values that the program logs for a micro batch, to combine these values."""
         module = self.lightning_module
         log, logs = module.log, row.logs_of(micro_batch)
         signature = inspect.signature(log)
@@ -219,7 +219,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         def record(*args: Any, **kwargs: Any) -> None:
             options = signature.bind(*args, **kwargs).arguments
             name, value = options.pop("name"), options.pop("value")
-            if isinstance(value, Metric):  # which keeps its own sums; a step's value is that of the first replica
+            if isinstance(value, Metric):  # it keeps its own sums, and a step's value is the first replica's
                 if row.replica(micro_batch) == self._replicas.start:
                     log(*args, **kwargs)
                 return
@@ -273,15 +273,15 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
 
 class _SameSteps(Callback):  # type: ignore[misc]  # Lightning has no types
-    """Keeps the instances in the same steps: if a callback of one instance stops the training, all stop."""
+    """A callback that keeps all instances in the same steps: if one instance stops the training, all stop."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that the instances train alike; raise CollectiveError if the Trainers have other arguments."""
+        """Check that all instances train with equal arguments. Raises CollectiveError if the Trainers differ."""
         values = ", ".join(f"{name}={getattr(trainer, name)}" for name in _OF_TRAINER)
         context.data_parallel_group().agree(f"Trainer({values}).fit({type(pl_module).__name__})")
 
     def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
-        """Stop all instances if one instance stops."""
+        """Stop the training on all instances if a callback of one instance asks to stop."""
         group = context.data_parallel_group()
         if len(group.instances) > 1:
             wishes = group.start("share the wish to stop", [int(trainer.should_stop)]).wait()
@@ -291,11 +291,11 @@ class _SameSteps(Callback):  # type: ignore[misc]  # Lightning has no types
 
 
 _OF_TRAINER = ("max_steps", "max_epochs", "accumulate_grad_batches", "num_training_batches", "gradient_clip_val")
-"""What all instances must have alike, as attributes of Lightning's Trainer."""
+"""The attributes of Lightning's Trainer that must be equal on all instances."""
 
 
 def _refuse(trainer: Any, module: Any) -> None:
-    """Raise BatchError for a training in which replicas cannot take the place of processes."""
+    """Raise BatchError if replicas cannot take the place of processes in the training of ``module``."""
     reason = None
     owners = ((module, LightningModule), (trainer.datamodule, LightningDataModule))
     if not module.automatic_optimization:

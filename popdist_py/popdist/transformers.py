@@ -21,7 +21,7 @@ from popdist.trainers.replica_rows import Row
 from popdist.trainers.replica_steps import in_replica_order
 
 _Base: Any = object
-"""What a type checker takes for the Trainer that the mixin is used with, and whose methods the mixin calls."""
+"""The base class of the mixin, in place of the Trainer with which the mixin is combined, for type checkers."""
 
 _REFUSED = {
     "auto_find_batch_size": "instances would find different batch sizes: choose per_device_train_batch_size",
@@ -29,7 +29,7 @@ _REFUSED = {
     "fsdp": "FSDP cuts the model over processes",
     "parallelism_config": "replicas are whole models",
 }
-"""Arguments of TrainingArguments that a Trainer of replicas refuses, and why."""
+"""The arguments of TrainingArguments that a Trainer of replicas refuses, each with the reason."""
 
 
 class Replicated(_Base):
@@ -49,7 +49,7 @@ class Replicated(_Base):
     accelerator: Accelerator
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Trainer's accelerator: popdist's."""
+        """Create the Trainer's accelerator, popdist's Accelerator in a job of several replicas."""
         self._has_replicas = context.num_replicas() > 1
         if not self._has_replicas:
             super().create_accelerator_and_postprocess()
@@ -61,7 +61,7 @@ class Replicated(_Base):
         self._resumed_from: Path | None = None
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader of rows: one batch for each local replica."""
+        """Return the loader for the training, which yields one batch for each local replica at once."""
         if not self._has_replicas:
             return super().get_train_dataloader()
         self.accelerator.deals_rows = True
@@ -73,7 +73,7 @@ class Replicated(_Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any
     ) -> tuple[list[Any], Any]:
-        """Return the rows of micro batches of one step, in the order of the replicas, and the items of the job."""
+        """Return the micro batches of one step as rows, in the order of the replicas, and None; count items."""
         if not self._has_replicas:
             return super().get_batch_samples(epoch_iterator, num_batches, *args)  # type: ignore[no-any-return]
         rows = list(islice(epoch_iterator, num_batches))
@@ -88,7 +88,7 @@ class Replicated(_Base):
         return [Row(micro_batches[start : start + width]) for start in range(0, len(micro_batches), width)], None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run the Trainer's step for each micro batch of the row ``inputs``; return their mean loss."""
+        """Run the Trainer's ``training_step`` for each micro batch of the row ``inputs``; return the mean loss."""
         step = super().training_step
         if not self._has_replicas:
             return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the Trainer has no types
@@ -129,7 +129,7 @@ class Replicated(_Base):
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def load_random_states(self) -> None:
-        """Load the replicas' random states from the checkpoint that the training goes on from, once."""
+        """Load the replicas' random states, once, from the checkpoint from which the training is resumed."""
         if self._resumed_from is not None:
             self._steps.load(self._resumed_from)
             self._resumed_from = None
@@ -158,7 +158,7 @@ class Replicated(_Base):
             arguments.average_tokens_across_devices = is_shared
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log ``logs``; the losses in it are means over all replicas."""
+        """Log ``logs`` after its losses were replaced by the means over all replicas."""
         if self._has_replicas and self.is_in_train:
             self._losses.put_in(logs)
         super().log(logs, *args, **kwargs)
@@ -169,19 +169,19 @@ class Trainer(Replicated, transformers.Trainer):
 
 
 class _Together(transformers.TrainerCallback):
-    """Keeps the instances in the same steps: a wish of one instance's callback is the wish of all instances."""
+    """A callback that keeps all instances in the same steps: a wish of one instance becomes a wish of all."""
 
     def __init__(self, trainer: Replicated) -> None:
         self._trainer = trainer
         self._group = context.data_parallel_group()
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
-        """Check that the instances train alike, and load the random states of a training that goes on.
+        """Check that the instances train with equal arguments, and load the random states of a resumed training.
 
-        A training that goes on within an epoch loads the states later, after its first batches were read.
+        A training that is resumed within an epoch loads the states later, after its first batches were read.
 
         Raises:
-            CollectiveError: If the instances have other arguments.
+            CollectiveError: If instances have different arguments.
         """
         values = {name: getattr(state, name) for name in _OF_STATE} | {
             name: getattr(args, name) for name in _OF_ARGS
@@ -203,15 +203,15 @@ class _Together(transformers.TrainerCallback):
 
 
 _WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-"""What a callback can wish for, as attributes of TrainerControl."""
+"""The attributes of TrainerControl with which a callback can ask to stop, save, evaluate or log."""
 
 _OF_STATE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _OF_ARGS = ("gradient_accumulation_steps", "per_device_train_batch_size", "learning_rate", "max_grad_norm", "seed")
-"""What all instances must have alike, as attributes of TrainerState and TrainingArguments."""
+"""The attributes of TrainerState and TrainingArguments that must be equal on all instances."""
 
 
 class _ReplicaLosses:
-    """The losses of each local replica since the last log, summed up as a process of the Trainer sums its own."""
+    """The sum of each local replica's losses since the last log, as a process of the Trainer sums its losses."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -230,7 +230,7 @@ class _ReplicaLosses:
         self._sums[replica] += loss.cpu()
 
     def put_in(self, logs: dict[str, float]) -> None:
-        """Replace the losses of this instance in ``logs`` by those of all replicas; all instances call it."""
+        """Replace this instance's losses in ``logs`` by all replicas' mean losses; all instances call this."""
         if not logs.keys() >= {"loss", "learning_rate"} and not logs.keys() >= {"train_loss", "train_runtime"}:
             return  # no log of the Trainer's own
         device, step = self._trainer.args.device, self._trainer.state.global_step
@@ -248,7 +248,7 @@ class _ReplicaLosses:
 
 
 def _refuse(args: Any) -> None:
-    """Raise BatchError for arguments with which replicas cannot take the place of processes."""
+    """Raise BatchError if TrainingArguments ``args`` make it impossible that replicas replace processes."""
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise BatchError(

@@ -29,7 +29,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
 def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedSignals) -> int:
-    """Run the launched attempt ``first`` and those that follow; return the exit code of the last one."""
+    """Run the launched attempt ``first`` and all attempts that follow; return the last attempt's exit code."""
     gc.freeze()  # modules stay, so that the collector need not go through them
     gc.enable()  # `poprun.__main__` disables the collector while modules load
     plan, ends, launched = first.plan, outcome.ends, first

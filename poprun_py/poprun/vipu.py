@@ -134,7 +134,7 @@ _REMOVE: Final = _verb("remove", "Remove a partition.")
 
 
 def _add_listing(noun: str, help_text: str, rows: Callable[[AnyPool], list[Row]], columns: str) -> None:
-    """Add a command that lists ``rows`` of the pool; its table shows only ``columns``, its JSON all columns."""
+    """Add a command to `vipu list` that prints ``rows(pool)``: ``columns`` as a table, or all columns as JSON."""
 
     def show(output: str) -> None:
         found = rows(_pool())
@@ -200,7 +200,7 @@ def create_partition(name: str, size: int, allocation: str | None, cluster: str 
 @_RESET.command("partition")
 @click.argument("name")
 def reset_partition(name: str) -> None:
-    """Choose the IPUs of the partition NAME anew, as when one of them has gone."""
+    """Choose the IPUs of the partition NAME anew, for example after an IPU has gone."""
     made = _pool().reset_partition(name)
     print_out(f"reset partition ({name}): success: {fold_names(made.ipus)}\n")
 
@@ -275,8 +275,8 @@ _IN_CLEAR: Final = (
 def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None:
     """Hand out virtual IPUs to other hosts.
 
-    They are those of this machine, or of the pod that POPRUN_POD names. Jobs take theirs with poprun
-    --vipu-server-host, and vipu --server-host shows them. Both need the token.
+    The server has the virtual IPUs of this machine, or of the pod that POPRUN_POD names. Jobs get virtual IPUs
+    with poprun --vipu-server-host, and vipu --server-host shows them. Both need the token.
     """
     try:
         from poprun.devices.server import server

@@ -287,7 +287,7 @@ class PhasedGradients(GradientKeeper):
         )
 
     def _begin_updates(self) -> float:
-        """Exchange the weights of the micro batches in the mean; begin the updates; return the sums' divisor."""
+        """Begin the optimizer's updates on all instances; return the divisor of the sums of gradients."""
         run, optimizer, loop = self._run, self._run.optimizer_now(), self._loop
         instance = run.sums.group.backend.instance_index
         *_, weights = held_weights(run.sums.layout, instance, self._accumulation, loop.weights)

@@ -187,7 +187,7 @@ class LongForwards:
 
 
 class SlowLines:
-    """The program's slowest line in each phase, found by a majority vote and written on the progress page."""
+    """The slowest source line of the program in each training phase, found by a majority vote over samples."""
 
     def __init__(self, page: int) -> None:
         self._page = page

@@ -17,16 +17,16 @@ from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replic
 
 
 class JobEnvironment(ClusterEnvironment):  # type: ignore[misc]  # Lightning has no types
-    """The processes of the job, which a launcher has started: one process is one instance."""
+    """The job as a cluster environment of Lightning, whose processes are the instances of the job."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
-    """Unused, as is :attr:`main_port`: popdist makes torch's default process group."""
+    """Unused, like :attr:`main_port`, because popdist makes torch's default process group."""
     main_port = 0
 
     @staticmethod
     def detect() -> bool:
-        """Return False: only a strategy of popdist uses this environment."""
+        """Return False, because only strategies of popdist use this environment."""
         return False
 
     def world_size(self) -> int:
@@ -46,14 +46,14 @@ class JobEnvironment(ClusterEnvironment):  # type: ignore[misc]  # Lightning has
         return 0
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has set the number of instances."""
+        """Do nothing, because the launcher has set the number of instances."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher has set the index of this instance."""
+        """Do nothing, because the launcher has set the index of this instance."""
 
 
 class ReplicaProcess:
-    """The parts that the strategies of the Trainer and of Fabric have in common: this process and its device."""
+    """The common part of the strategies for Lightning's Trainer and Fabric: this process and its device."""
 
     parallel_devices: list[torch.device]
     local_rank: int
@@ -65,7 +65,7 @@ class ReplicaProcess:
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this instance: the instances of a host take the devices in turn."""
+        """The torch device of this instance; instance i of a host uses device i modulo the number of devices."""
         return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
 
     def setup_environment(self) -> None:

@@ -1,4 +1,4 @@
-"""A program's loop in which one batch of one replica is one turn.
+"""A training loop of the program, in which each turn trains one replica on one batch.
 
 A program that calls ``scheduler.step()`` for each batch means each batch of one replica. So schedulers of learning
 rates act in the turns of one replica only.
@@ -16,11 +16,11 @@ from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replic
 
 
 class LoopTurns:
-    """The turns of a program's loop, whose last turn in an optimizer step reduces the gradients of all replicas.
+    """The turns of a training loop; the last turn of an optimizer step reduces the gradients of all replicas.
 
     Args:
         steps: The steps of the model that the loop trains.
-        accumulate_by: What a program writes to accumulate gradients, for an error.
+        accumulate_by: The code with which a program accumulates gradients, for the text of an error.
 
     Attributes:
         has_stepped: Whether the program has called ``optimizer.step()`` in this turn.
@@ -40,11 +40,11 @@ class LoopTurns:
 
     @property
     def is_last(self) -> bool:
-        """Whether an optimizer can step now: in the last turn of an optimizer step, and outside of the loop."""
+        """Whether an optimizer may update weights now: in the last turn of a step, and outside of the loop."""
         return self._turn is None or self._turn.is_last
 
     def over(self, rows_of_steps: Iterable[Sequence[Any]]) -> Iterator[Any]:
-        """Yield the batches of all replicas of this instance in turn, step after step: the inside of a loop.
+        """Yield the batches of this instance's replicas in turn; after each, the process computes as its replica.
 
         Raises:
             BatchError: After a turn in which the program had to call ``optimizer.step()``, and has not.
@@ -63,7 +63,7 @@ class LoopTurns:
             self._steps.exit()
 
     def end_micro_batch(self) -> None:
-        """Take the gradients of this turn, if they were not taken yet; in the last turn, reduce all gradients."""
+        """End this turn's micro batch, if it is open; in a step's last turn, reduce all replicas' gradients."""
         self._steps.end(add=len(self._steps.replicas) == 1)
 
     def check_backward(self, name: str) -> None:
@@ -98,7 +98,7 @@ def without_schedulers() -> Iterator[None]:
 
 
 def _watch(kind: type[Any]) -> None:
-    """Watch the method ``step`` of the class ``kind`` and of its subclasses."""
+    """Replace the method ``step`` of ``kind`` and its subclasses, so that a context can make it do nothing."""
     for subclass in kind.__subclasses__():
         _watch(subclass)
     if kind not in _WATCHED and "step" in vars(kind):

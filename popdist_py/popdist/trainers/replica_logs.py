@@ -34,7 +34,7 @@ Logs = dict[str, LoggedValue]
 
 
 def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
-    """Return the values to log for one batch of each replica; all instances call the function.
+    """Combine the values that the program logged for one batch of each replica; all instances call the function.
 
     Args:
         logs_of_replicas: For each replica of this instance the logs of the replica's batch.
@@ -75,7 +75,7 @@ def _as_number(value: Any) -> float | int:
 
 
 def _combined(first: LoggedValue, pairs: Sequence[tuple[float, int | None]]) -> LoggedValue:
-    """Return the value of all replicas, from a pair (value, number of samples) of each replica."""
+    """Return one value for all replicas, combined from a pair (value, number of samples) of each replica."""
     values, sizes = [value for value, _ in pairs], [size for _, size in pairs]
     num_samples = None if None in sizes else sum(map(int, sizes))  # type: ignore[arg-type]  # no None is left
     if first.reduction != "mean":

@@ -23,7 +23,7 @@ class Row(list[T]):
 
 
 class RowSampler(Sampler[list[list[int]]]):
-    """Yields for each step the indices of this instance's replicas: one list of indices for each replica.
+    """A sampler that yields, for each step, one list of sample indices for each replica of this instance.
 
     Args:
         batch_sampler: Yields the batches of the whole job, lists of indices.
@@ -60,7 +60,7 @@ class RowSampler(Sampler[list[list[int]]]):
 
 
 class DealtRows(Sampler[list[list[int]]]):
-    """Yields for each step the indices of this instance's replicas, from one batch sampler for each replica.
+    """A sampler that yields, for each step, a list of sample indices from the batch sampler of each replica.
 
     Attributes:
         first: The number of rows that the next pass leaves out at its beginning.
@@ -72,7 +72,7 @@ class DealtRows(Sampler[list[list[int]]]):
 
     @property
     def sampler(self) -> "DealtRows":
-        """This object, because Lightning looks here for the method ``set_epoch``."""
+        """The object itself, because Lightning calls the method ``set_epoch`` of the attribute ``sampler``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -89,7 +89,7 @@ class DealtRows(Sampler[list[list[int]]]):
 
 
 class _Batches:
-    """The batches of one pass over ``batch_sampler``, which several shards read."""
+    """The batches of one pass over ``batch_sampler``, from which several samplers take their batches."""
 
     def __init__(self, batch_sampler: Any, batches: Iterator[Any]) -> None:
         self.batch_size = getattr(batch_sampler, "batch_size", None)
@@ -97,19 +97,19 @@ class _Batches:
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield a copy of each batch, because a shard of accelerate lengthens the last batch in place."""
+        """Yield a copy of each batch of indices, because accelerate's samplers extend the last batch in place."""
         return map(list, self._batches)
 
 
 def no_steps() -> None:
-    """Return None: a worker of a loader has no model."""
+    """Return None in place of a model's steps, because a DataLoader worker has no model."""
 
 
 class ReplicaScopes:
-    """The random states of this instance's replicas while data is read, in the process or in a worker.
+    """The random states with which this instance's replicas read samples, in this process or in a loader's worker.
 
-    A worker draws a replica's numbers from states that begin as those of the worker of a process whose rank is the
-    replica's number: ``worker_init_fn`` may be a ``functools.partial`` with the keyword ``rank``.
+    In a worker, a replica's random states begin as in the worker of a process whose rank is the replica's number:
+    ``worker_init_fn`` may be a ``functools.partial`` with the keyword ``rank``.
     """
 
     def __init__(self, steps: Callable[[], ReplicaSteps | None], replicas: range, worker_init_fn: Any) -> None:
@@ -143,7 +143,7 @@ class ReplicaScopes:
 
 @dataclass
 class RowDataset(Dataset[Any]):
-    """The dataset whose item for a replica and a list of indices is the replica's batch."""
+    """A dataset that returns a batch for each replica of this instance, given one list of indices per replica."""
 
     dataset: Any
     collate_fn: Collate
@@ -167,13 +167,13 @@ class RowDataset(Dataset[Any]):
 
 
 def same_row(row: Row[T]) -> Row[T]:
-    """Return the row of collated batches as it is: what a DataLoader over a :class:`RowDataset` collates with."""
+    """Return ``row`` unchanged, as the collate function of a DataLoader whose dataset collates batches itself."""
     return row
 
 
 @dataclass
 class RowStream(IterableDataset[Any]):
-    """The rows of a dataset without indices: the batches that follow each other belong to replica 0, 1, 2 ..."""
+    """The batches of the local replicas from a dataset without indices; its batches go to replicas 0, 1, 2 ..."""
 
     dataset: Any
     batch_size: int
@@ -187,12 +187,12 @@ class RowStream(IterableDataset[Any]):
         return {**self.__dict__, "begin_epoch": no_steps}
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset the epoch, if it has the method ``set_epoch``."""
+        """Tell the dataset the number of the epoch, if the dataset has the method ``set_epoch``."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Row[Any]]:
-        """Read the stream once; the last step's missing samples are the first ones again, as accelerate does."""
+        """Yield one batch per local replica for each step; repeat the first samples to fill the last step."""
         if get_worker_info() is None:
             self.begin_epoch()
         size, samples = self.batch_size * self.num_replicas, iter(self.dataset)

@@ -1,4 +1,4 @@
-"""One optimizer step of all replicas, in a training loop that another library owns."""
+"""The optimizer steps of all replicas in a training loop of another library, such as accelerate."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from popdist.job.instances import is_main
 from popdist.step.training.replicated_model import ReplicatedModel
 
 _FILE = "replica_random_states.bin"
-"""The file of a checkpoint that has the random states of all replicas."""
+"""The name of the file with the random states of all replicas, in the folder of a checkpoint."""
 
 
 _LEFT = (
@@ -39,7 +39,7 @@ class ReplicaBatch:
 
     @property
     def is_of_last_replica(self) -> bool:
-        """Whether the batch is of this instance's last replica."""
+        """Whether the batch belongs to the last replica of this instance."""
         return self.index // self.accumulation == context.num_local_replicas() - 1
 
 
@@ -55,7 +55,7 @@ def in_replica_order(rows: Sequence[Sequence[Any]]) -> list[ReplicaBatch]:
 
 
 class ReplicaSteps:
-    """The steps of a model in another library's loop: the micro batches of its replicas, then one reduction.
+    """The optimizer steps of a model in another library's loop: replicas' micro batches, then one all-reduce.
 
     The gradient of a step is the mean over all replicas of each replica's own gradient, as DistributedDataParallel
     takes it over processes. A replica's random states begin as a copy of the process's states.
@@ -92,7 +92,7 @@ class ReplicaSteps:
         return self.randomness.of(replica, self._device)
 
     def begin_epoch(self) -> None:
-        """Let each replica draw what a process draws when a DataLoader begins; at first, copy the states."""
+        """Begin an epoch: each replica draws the seed of a DataLoader; at the first call, copy the states."""
         self._check_not_left()
         if self._has_states:
             self.draw_of_loader()
@@ -100,14 +100,14 @@ class ReplicaSteps:
             _ = self.randomness
 
     def draw_of_loader(self) -> None:
-        """Let each replica draw what torch's DataLoader draws from the process's state when it begins."""
+        """Draw from each replica's random state the seed that torch's DataLoader draws when it begins."""
         if self._has_states:
             for replica in self.replicas:
                 with self.scope_of(replica):
                     next(iter(DataLoader(TensorDataset(torch.zeros(1, dtype=torch.float32, device="cpu")))))
 
     def begin(self, micro_batch: ReplicaBatch) -> None:
-        """Begin a micro batch: until :meth:`end` the process computes as the replica of ``micro_batch``."""
+        """Begin a micro batch; until :meth:`end`, the process computes as the replica that has this batch."""
         _ = self.randomness
         scope = self.model.micro_batch(
             micro_batch.index, weight=1 / context.num_replicas(), accumulation=micro_batch.accumulation
@@ -116,7 +116,7 @@ class ReplicaSteps:
         self._open = micro_batch
 
     def end(self, *, add: bool = False) -> None:
-        """End the open micro batch, if there is one; after the last one ``.grad`` is the job's gradient."""
+        """End the open micro batch, if there is one; after a step's last one, ``.grad`` is the job's gradient."""
         ended, self._open = self._open, None
         if ended is not None:
             self._scope.close()
@@ -125,7 +125,7 @@ class ReplicaSteps:
                 self.model.reduce_gradients("sum", add=add)
 
     def abandon(self) -> None:
-        """Leave the step, if one has begun, so that no instance has a gradient of this step."""
+        """Discard the step that has begun, if there is one, so that no instance gets a gradient of the step."""
         last, self._last_of_step = self._last_of_step, None
         if self._open is None and last is not None:
             self.begin(replace(last, index=last.index + 1))
@@ -134,7 +134,7 @@ class ReplicaSteps:
             self._scope.__exit__(BatchError, BatchError(_LEFT), None)
 
     def exit(self) -> None:
-        """End a loop, which must not be left after some of a step's micro batches: then no loop can follow."""
+        """End a training loop; if it ends inside an optimizer step, discard the step and refuse further loops."""
         self._was_left = self._last_of_step is not None
         self.abandon()
 
@@ -144,7 +144,7 @@ class ReplicaSteps:
 
     @contextmanager
     def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
-        """Compute as the replica of ``micro_batch``; yields its content."""
+        """A context in which the process computes as the replica of ``micro_batch``; its value is the content."""
         self.begin(micro_batch)
         try:
             yield micro_batch.content

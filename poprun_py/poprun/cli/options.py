@@ -193,7 +193,7 @@ class OptionValue:
     place: str = ""  # such as POPRUN_HOST or job.yaml:3; empty for the command line
 
     def value(self) -> Any:
-        """Return the value of the texts. Raises an error with the place of the texts if parsing fails."""
+        """Return the option's value, parsed from the user's texts. Raises an error that names their place."""
         where = f"{self.place}: " if self.place else ""
         try:
             return self.option.kind.value(self.texts)

@@ -81,7 +81,7 @@ class HostConnections:
         return answers, failures
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close the connections to all hosts."""
         await self._close(tuple(self._connections))
 
     async def _close(self, names: Iterable[str]) -> None:

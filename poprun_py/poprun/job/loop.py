@@ -66,7 +66,7 @@ class Attempt:
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """Supervise the attempt until it has ended, report a failure to the user, and return the attempt's end."""
+        """Run the attempt until all its processes have ended; report a failure to the user; return the end."""
         try:
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
             self._supervise(self._prepare())
@@ -291,7 +291,7 @@ class Attempt:
         return end
 
     def _report(self) -> JobEnd:
-        """Explain a failure of the attempt to the user, if there is one, and return the end of the attempt."""
+        """Report a failure of the attempt to the user, if there is one, and return the end of the attempt."""
         end = self.end(is_over=True)
         for line in self._record.performance.summary() if self._record.performance else ():
             log(line)

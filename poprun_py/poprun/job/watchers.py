@@ -45,7 +45,7 @@ class Watcher:
     hears: ClassVar[str] = ""  # the kind of events that it receives; empty if none
 
     def update(self, now_seconds: float) -> None:
-        """Inspect the attempt in each turn of the supervisor's loop, and print news for the user."""
+        """Search the attempt for news, in each turn of the supervisor's loop, and print the news for the user."""
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
         """Use an event of ``instance`` of the kind ``hears``; the record already contains the event."""
@@ -55,7 +55,7 @@ class Watcher:
         return end
 
     def close(self) -> None:
-        """Free the files and processes that the watcher uses."""
+        """Release the files and processes that the watcher uses."""
 
 
 class Monitors(Watcher):

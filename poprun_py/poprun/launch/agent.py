@@ -73,7 +73,7 @@ class HeldKey(NamedTuple):
 
 
 def forget_key(key: HeldKey) -> None:
-    """Remove the file of the key, which every shim has read; another agent may already have removed the file."""
+    """Remove the file with the job's key, which every shim has read; another agent may have removed the file."""
     try:
         os.unlink(key.file)
     except OSError:
@@ -113,7 +113,7 @@ class HeldPorts:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the ports: the worker's, and on instance 0 of torch's store, JAX's, and popdist's."""
+        """The port numbers: of TensorFlow's worker; on instance 0 also of torch's store, JAX, popdist's store."""
         return [one.getsockname()[1] for one in self.sockets]
 
     def has_worker(self) -> bool:
@@ -134,7 +134,7 @@ def _bound(address: str, *, is_shared: bool) -> socket.socket:
 
 
 def connect_streams(address: str, key: str, index: int, timeout_seconds: float) -> list[int]:
-    """Return the program's streams if poprun is on another host: sockets; only instance 0 can read input."""
+    """Connect the program's standard streams to poprun on another host; return the sockets' descriptors."""
     streams = [] if index == 0 else [os.open(os.devnull, os.O_RDONLY)]
     for number in range(len(streams), NUM_STREAMS):
         link = connect(address, key, timeout_seconds)
@@ -193,7 +193,7 @@ class Agent:
 
     @property
     def _is_orphan(self) -> bool:
-        """Whether poprun cannot be heard any more."""
+        """Whether the connection to poprun is lost, so that no more orders can arrive."""
         return self._control.fileno() not in self._listeners
 
     def run(self) -> None:
@@ -212,7 +212,7 @@ class Agent:
             self._report_program()
             self._send()
             for descriptor, _ in self._poll.poll(self._patience_milliseconds()):
-                listener = self._listeners.get(descriptor)  # the one before may have ended it
+                listener = self._listeners.get(descriptor)  # an earlier listener may have removed it
                 if listener is not None and not listener():
                     self._forget(descriptor)
             self._ending.obey_signal(self._program)
@@ -301,7 +301,7 @@ class Agent:
             return
 
     def _hear_poprun(self) -> bool:
-        """Obey poprun; return False after the program was asked to end because poprun is gone."""
+        """Obey the orders that have arrived from poprun; if poprun is gone, stop the program and return False."""
         if self._receive():
             return True
         self._ending.stop(self._program)
@@ -364,7 +364,7 @@ class Agent:
             os.close(descriptor)
 
     def _open_descriptors(self, order: dict[str, Any], environment: dict[str, str]) -> list[int]:
-        """Open what the program inherits, and name it in ``environment``; return what this agent does not need."""
+        """Open the program's descriptors, name each in ``environment``, and return those only for the program."""
         only_the_programs = []
         if self._ports.store is not None:
             only_the_programs.append(self._ports.store.detach())

@@ -28,7 +28,7 @@ class ClockAnswers:
         return self._own.fileno()
 
     def answer(self) -> bool:
-        """Answer one question; return False if no process can ask any more."""
+        """Answer a question of the program with the agent's time; return False if no process can ask any more."""
         try:
             question = self._own.recv(_QUESTION_BYTES)
             self._own.send(b"%b %d" % (question, time.time_ns()))

@@ -26,7 +26,7 @@ _MOST_LETTERS = 100
 
 
 class TreeEnding:
-    """The end of this process's tree: whether it has begun, and its deadline."""
+    """The end of an agent's process tree: whether the end has begun, and the deadline for the processes."""
 
     def __init__(self) -> None:
         self.grace_seconds = _GRACE_SECONDS  # time that the program has to end after the request
@@ -44,21 +44,21 @@ class TreeEnding:
         return self._deadline_seconds is not None
 
     def note_signal(self, *_: object) -> None:
-        """Note the signal that asks for the end; :meth:`obey_signal` begins the end."""
+        """Record that SIGTERM has arrived; :meth:`obey_signal` then asks the program to end."""
         self._has_signal = True
 
     def obey_signal(self, program: int | None) -> None:
-        """Ask the program to end after a signal, unless this was done."""
+        """Ask the process ``program`` to end if SIGTERM has arrived and the program was not asked before."""
         if self._has_signal and not self.was_stopped:
             self.stop(program)
 
     def give_up(self) -> None:
-        """Be over at once, because the program cannot be started."""
+        """Make the end complete at once, because the program cannot be started."""
         self._is_given_up = True
 
     def stop(self, program: int | None) -> None:
-        """Ask the program to end; the rest of its tree is killed at the deadline."""
-        # not its children until it has ended, because a program that saves its state needs its DataLoader workers
+        """Ask the process ``program`` to end; the rest of its process tree is killed at the deadline."""
+        # its children run until it has ended, because a program that saves its state needs its DataLoader workers
         self.was_stopped = True
         if self.is_patient:
             self._lose_patience()
@@ -78,7 +78,7 @@ class TreeEnding:
             self._begin(_LEFTOVER_SECONDS)
 
     def kill(self) -> None:
-        """Set the deadline to now, so that the tree is killed."""
+        """Set the deadline to now, so that the process tree is killed."""
         self.was_stopped, self.is_patient = True, False
         self._deadline_seconds = 0.0
 

@@ -219,7 +219,7 @@ def _page_of(group: HostGroup) -> Reservation | None:
 
 
 def _collectives_of(part: HostGroup) -> HostCollectives | None:
-    """Return the collectives of the group ``part``; None on all its instances if an instance has no room."""
+    """Return the collectives of the group ``part``; None on all its instances if shared memory is missing."""
     try:
         return HostCollectives(part)
     except BackendError:

@@ -99,7 +99,7 @@ class _HostLeases:
         return self.within(network)
 
     def within(self, network: JobNetwork) -> JobNetwork:
-        """Return ``network`` with the leased devices of each host, and the address of its lease holder."""
+        """Return ``network`` with each host's leased devices and the address where agents fetch its lease."""
         hosts = tuple(
             replace(
                 route,

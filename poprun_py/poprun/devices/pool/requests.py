@@ -43,7 +43,7 @@ class PartitionRequest:
     resets: bool | None = None  # whether the IPUs are chosen anew; None: only if some IPUs do not exist any more
 
     def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
-        """Return whether the partition ``found`` needs other IPUs; PartitionError if it must not be changed."""
+        """Whether the partition ``found`` needs other IPUs. Raises PartitionError if the user forbids a change."""
         if found.size != self.size:
             if self.may_change:
                 return True

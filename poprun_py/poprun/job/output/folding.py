@@ -100,7 +100,7 @@ class Folder:
         )
 
     def _show_next(self, instance: int) -> Folded:
-        """Show one line: the next line of ``instance``, or a line in another queue that must come first."""
+        """Return one line to show: the next line of ``instance``, or a line that must be shown before it."""
         seen = {instance}
         line = self._queues[instance][0].line
         while (other := self._not_there_yet(line, seen)) is not None:

@@ -68,7 +68,7 @@ class StepLines:
         self._waiting: dict[tuple[int, ...], bytes] = {}  # the last step that was not shown
 
     def show(self, instances: tuple[int, ...], lines: bytes, now_seconds: float) -> bytes:
-        """Return what to show of the whole lines ``lines`` that ``instances`` printed."""
+        """Return the lines to show now of ``lines``, whole lines that ``instances`` printed."""
         has_bar = instances in self._shown_at_seconds
         if not (has_bar or b"\r" in lines or _CURSOR_UP in lines):
             return lines

@@ -46,7 +46,7 @@ class BottomRow:
         )
 
     def end_bars(self, stream: str, instance: int) -> bytes:
-        """Return the bytes for the end of a stream, which leave its bars in place, in their own rows."""
+        """Return the bytes to write when a program's stream ends, so that its progress bars stay in their rows."""
         if self._owner != (stream, (instance,)):
             return b""
         below = b"\n" * self._num_used

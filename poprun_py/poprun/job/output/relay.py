@@ -68,7 +68,7 @@ class OutputStream:
         self._is_closed = False
 
     def write(self, data: bytes) -> None:
-        """Write all of ``data`` to the stream; drop the rest after an error."""
+        """Write ``data`` to poprun's own stream, and wait for a slow reader; after an error, drop the rest."""
         view = memoryview(data)
         while view and not self._is_closed:
             try:
@@ -96,7 +96,7 @@ class Display:
         self._steps = StepLines()
 
     def pass_on(self, data: bytes) -> None:
-        """Write ``data`` unchanged."""
+        """Write ``data``, bytes that a program has printed, unchanged to poprun's own stream."""
         self._output.write(data)
 
     def show(self, instance: int, lines: bytes, step: bytes) -> None:
@@ -112,7 +112,7 @@ class Display:
             self._write_folded(self._folder.due(time.monotonic()))
 
     def end(self, instance: int) -> None:
-        """Show the remaining lines of ``instance``, which writes no more."""
+        """Show the lines of ``instance`` that still wait, because the instance prints no more."""
         if self._folder is not None:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:
@@ -199,7 +199,7 @@ class Tails:
         return _decode(self._errors.get(instance) or self._hidden.get(instance) or ())
 
     def of_all(self, instance: int) -> list[str]:
-        """Return the last lines that ``instance`` wrote; [] if they are not kept."""
+        """Return the last lines that ``instance`` wrote; [] if the job's report needs no lines."""
         return _decode((self._all or {}).get(instance, ()))
 
 
@@ -241,11 +241,11 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="poprun-relay", daemon=True)
 
     def start(self) -> None:
-        """Begin to read. Raises OSError if no more threads are possible."""
+        """Start the thread that reads the programs' output. Raises OSError if no more threads are possible."""
         start_thread(self._thread)
 
     def finish(self, timeout_seconds: float) -> None:
-        """Read what is left in the pipes and stop; give up after ``timeout_seconds`` if writing blocks."""
+        """Read the rest of the programs' output and stop the thread; give up after ``timeout_seconds``."""
         os.close(self._stop_writer)  # closing the pipe wakes the thread
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
@@ -340,7 +340,7 @@ def _decode(lines: Iterable[bytes]) -> list[str]:
 
 
 def _read(source: Source) -> bytes:
-    """Return the next bytes of a stream; b"" at its end, and also, with a warning, after a read error."""
+    """Return the next bytes of a program's output stream; b"" at its end, or after a logged read error."""
     try:
         return os.read(source.descriptor, _READ_BYTES)
     except OSError as error:

@@ -49,7 +49,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """Return the three descriptors for ``instance``, which the caller must close; [] if it has ``sockets``."""
+        """Return descriptors of the three standard streams for ``instance``; [] if ``sockets`` are its streams."""
         if sockets:
             self._fed = sockets.get(_STDIN, self._fed)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
@@ -60,7 +60,7 @@ class ProgramStreams:
         return [stdin, self._open_pipe(instance, _STDOUT), self._open_pipe(instance, _STDERR)]
 
     def close(self, streams: list[int]) -> None:
-        """Close the descriptors that :meth:`open` opened."""
+        """Close ``streams``, the descriptors that :meth:`open` has returned, except poprun's own streams."""
         for descriptor in streams:
             if descriptor > _STDERR and descriptor != self._null:
                 os.close(descriptor)
@@ -73,7 +73,7 @@ class ProgramStreams:
         return self.is_inherited and any(events & select.POLLERR for _, events in poll.poll(0))
 
     def start(self, on_closed: "OnClosed") -> None:
-        """Begin to read and to feed; ``on_closed`` is called when nobody reads poprun's output any more."""
+        """Begin to read the programs' output and send input; call ``on_closed`` if poprun's output is closed."""
         if self._pipes:
             from poprun.job.output.relay import Relay, make_displays
 
@@ -85,7 +85,7 @@ class ProgramStreams:
             self._feed.start()
 
     def finish(self, timeout_seconds: float) -> None:
-        """Read what is left in the pipes, stop the threads, and close all open files."""
+        """Read the rest of the programs' output, stop the threads, and close all open files."""
         if self._feed is not None:
             self._feed.end()
         if self._relay is not None:
@@ -163,11 +163,11 @@ class InputFeed:
         self._thread = threading.Thread(target=self._run, name="poprun-input", daemon=True)
 
     def start(self) -> None:
-        """Begin to read. Raises OSError if no more threads are possible."""
+        """Start the thread that sends poprun's input to a program. Raises OSError if no thread is possible."""
         start_thread(self._thread)
 
     def end(self) -> None:
-        """Stop reading and wait a moment for the thread."""
+        """Stop the thread that sends input to a program, and wait at most 1 s for the thread's end."""
         os.close(self._stop_writer)
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
@@ -181,7 +181,7 @@ class InputFeed:
                     data = data[self._target.send(data) :]
 
     def _read(self) -> bytes:
-        """Return the next input; an empty value at its end."""
+        """Return the next bytes of poprun's standard input; b"" at the end of the input."""
         # SIGTTIN is blocked, so that a read fails and does not stop poprun while another program has the terminal
         while self._is_ready(self._source, select.POLLIN):
             try:
@@ -193,7 +193,7 @@ class InputFeed:
         return b""
 
     def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait until ``descriptor`` is ready or the time is over; return False if the feed must end."""
+        """Wait until ``descriptor`` is ready or the time is over; return False if the thread must end."""
         target = self._target.fileno()
         poll = select.poll()
         poll.register(self._stop_reader, 0)

@@ -29,7 +29,7 @@ _MOST_REPEATED: Final = 100
 
 
 class _Printed(NamedTuple):
-    """A traceback as an instance printed it first."""
+    """A traceback that has been shown, with the index of the instance that was the first to print it."""
 
     instance: int
     error: bytes  # the line that names the exception
@@ -98,7 +98,7 @@ class TracebackFilter:
         return self._after_traceback(instance, line, text)
 
     def _end_traceback(self, instance: int, held: list[bytes], line: bytes) -> bytes:
-        """Return what to show of the traceback ``held``; ``line`` names its exception."""
+        """Return the lines to show of the traceback ``held``, whose last line ``line`` names the exception."""
         if self._leaves_out_interrupts and _INTERRUPT.match(_DECORATION.sub(b"", line)):
             self._interrupted.add(instance)
             return b""

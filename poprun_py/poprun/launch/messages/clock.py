@@ -68,7 +68,7 @@ class ClockFit:
 
 
 def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
-    """Return the line through two exchanges: the best of the first quarter and the best of the last quarter."""
+    """Return the line of a clock's offset through the best exchange of the first and of the last quarter."""
     share = max(1, len(exchanges) // 4)
     first = min(exchanges[:share], key=lambda it: it.uncertainty_seconds)
     last = min(exchanges[-share:], key=lambda it: it.uncertainty_seconds)
@@ -115,7 +115,7 @@ class HostClocks:
                 self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
 
     def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
-        """Record an agent's answer, and ask the agent again until the round has enough answers."""
+        """Record the time in an agent's answer, and ask the agent again until the round has enough answers."""
         exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
         host = self._host_of.get(instance, "")
         num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)

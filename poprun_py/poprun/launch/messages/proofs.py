@@ -42,7 +42,7 @@ class Handshake:
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> Seal:
-        """Check the other side's proof and return the seal. Raises ProtocolError if the proof is wrong."""
+        """Check the other side's proof of the key; return the seal of later lines. Raises ProtocolError."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not hmac.compare_digest(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")
@@ -64,13 +64,13 @@ class Seal:
         self._num_received = 0
 
     def seal(self, line: bytes) -> bytes:
-        """Return ``line`` with its seal before it; ``line`` must have no line break except at its end."""
+        """Return ``line`` with its seal, an HMAC, before it; ``line`` may have a line break only at its end."""
         mark = self._mark(self._sending_key, self._num_sent, line.removesuffix(b"\n"))
         self._num_sent += 1
         return mark + _SEPARATOR + line
 
     def open(self, line: bytes) -> bytes:
-        """Return the text of a sealed line. Raises ProtocolError if it is not the other side's next line."""
+        """Return the text of a line after a check of its HMAC. Raises ProtocolError if it is not the next line."""
         mark, _, text = line.partition(_SEPARATOR)
         if not hmac.compare_digest(mark, self._mark(self._receiving_key, self._num_received, text)):
             raise ProtocolError("a control message does not bear the seal of this job")

@@ -57,7 +57,7 @@ def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int =
 
 
 def _shown(items: range, most: int) -> Shown:
-    """Return ``items`` if at most ``most`` (or 3); else the first ones, a range as a gap, and the last one."""
+    """Return the items to draw: all, or ``most`` of them: the first items, a range for a gap, the last item."""
     most = max(3, most)
     return items if len(items) <= most else [*items[: most - 2], items[most - 2 : -1], items[-1]]
 
