@@ -62,7 +62,7 @@ def _run_attempt(
 
 
 def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals) -> None:
-    """Merge what the programs of an attempt recorded and log where the trace is; a signal stops the merge."""
+    """Merge the recordings of an attempt's programs into a trace and log its path; a signal stops the merge."""
     if plan.trace.folder is None:
         return
     from poprun.observe.show.trace.collection import collect_trace

@@ -226,7 +226,7 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """Return ``facts`` with GPUs of other jobs marked, and the pod to plan for; None if there is no pod."""
+    """Return ``facts`` with the GPUs of other jobs marked as used, and the pod to plan for, None without a pod."""
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
     from poprun.devices.lease.pool_client import facts_under_pool

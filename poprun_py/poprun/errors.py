@@ -67,7 +67,7 @@ class PoolError(PoprunError):
 
 
 class IpusTakenError(PoprunError):
-    """Error for virtual IPUs that the job needs but other jobs use; the message names these jobs and the time."""
+    """Error for virtual IPUs that the job needs but other jobs use; the message names these jobs."""
 
     exit_code = 69
 

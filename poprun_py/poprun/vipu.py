@@ -324,7 +324,7 @@ def _log(*texts: str) -> None:
 
 
 def _served_cluster() -> Cluster:
-    """Return the virtual IPUs that a server hands out: the pod that a variable names, else this machine's."""
+    """Return the virtual IPUs that a server hands out: of the pod that POPRUN_POD names, or of this machine."""
     pod = os.environ.get(_POD_VARIABLE)
     return pod_of(pod) if pod else _cluster_here()
 

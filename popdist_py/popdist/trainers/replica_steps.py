@@ -116,7 +116,7 @@ class ReplicaSteps:
         self._open = micro_batch
 
     def end(self, *, add: bool = False) -> None:
-        """End the open micro batch, if there is one; after a step's last one, ``.grad`` is the job's gradient."""
+        """End the open micro batch, if there is one; a step's last one sets ``.grad`` to the job's gradient."""
         ended, self._open = self._open, None
         if ended is not None:
             self._scope.close()

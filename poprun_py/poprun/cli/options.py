@@ -45,7 +45,7 @@ class Kind:
     choices: tuple[str, ...] = ()  # all possible values, if there are few
 
     def value(self, texts: Sequence[str]) -> Any:
-        """Return the value of an option whose texts are ``texts``, in the order of the command line."""
+        """Return the value of an option, parsed from ``texts``, which the user gave in this order."""
         return self.read_all(texts) if self.read_all else self.read(texts[-1])
 
 

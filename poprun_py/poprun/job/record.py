@@ -193,7 +193,7 @@ _IDLE_SHARE: Final = 0.05  # of a processor's time: a process that waits in torc
 
 
 class _FailureQuestion:
-    """The question to instances in which collectives they are, which poprun asks once, after the first failure."""
+    """The question that poprun asks the instances once, after the first failure: in which collective is each?"""
 
     def __init__(self, asked: Iterable[int], now_seconds: float) -> None:
         self._awaited = set(asked)

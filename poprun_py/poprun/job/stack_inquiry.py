@@ -46,7 +46,7 @@ class StackInquiry:
 
     @property
     def is_about_suspicion(self) -> bool:
-        """Whether poprun only suspects a hang; then the calls in the stacks show whether programs hang."""
+        """Whether poprun only suspects a hang, so that the calls in the requested stacks must confirm the hang."""
         return self.hang is not None and self.hang.is_suspicion
 
     def calls(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, str]:

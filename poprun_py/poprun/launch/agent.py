@@ -172,7 +172,7 @@ def run_agent(address: str, key: HeldKey, index: int, parentage: Parentage) -> i
 
 
 class Agent:
-    """The state of an agent, and its reaction to each event; :meth:`run` is the loop."""
+    """An agent, poprun's process on a host that starts, watches and ends one program; :meth:`run` is its loop."""
 
     def __init__(self, control: Link, index: int, parentage: Parentage, streams: list[int], key: HeldKey) -> None:
         self._control = control
@@ -237,7 +237,7 @@ class Agent:
             self._poll.unregister(descriptor)
 
     def _lose_shim(self, ends: set[int]) -> bool:
-        """Stop the program because the shim or its parent has ended; only the first of the two events counts."""
+        """Stop the program because the agent's parent (shim) or its parent has ended; the first event counts."""
         if ends:
             self._queue({"event": "shim_lost"})
             self._ending.stop(self._program)

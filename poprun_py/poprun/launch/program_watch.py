@@ -88,7 +88,7 @@ _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
 def name_system_call(number: str, machine: str = "") -> str:
-    """Return the name of the system call ``number`` on ``machine``, a kind of processor; empty: this one's."""
+    """Return the name of the system call ``number``; ``machine`` is a type of processor, by default this one's."""
     pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
     return next((name for name, known in pairs if known == number), f"system call {number}")
 

@@ -77,7 +77,7 @@ def read_instances(text: str) -> range:
 
 
 class Shim:
-    """The shim with its agents; each agent has the other end of a pipe, and so notices the end of the shim."""
+    """A shim, a small process that forks agents; through a pipe, each agent notices the end of the shim."""
 
     def __init__(self, address: str, key: str, key_file: str, runtime: int) -> None:
         self._address = address

@@ -40,7 +40,7 @@ class TreeEnding:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the end has begun, so that there is a deadline."""
+        """Whether the end of the process tree has begun, so that there is a deadline."""
         return self._deadline_seconds is not None
 
     def note_signal(self, *_: object) -> None:

@@ -31,7 +31,7 @@ class FoundDevices:
 
 
 def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the devices that remain after the masks in ``environment``, in slot order."""
+    """Return the GPUs that the makers' variables in ``environment`` make visible to programs, in slot order."""
     return find_devices(environment).gpus
 
 

@@ -241,7 +241,7 @@ def _calls(source: str) -> "list[ast.Call]":
 
 
 def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
-    """Return the arguments in ``_POSITIONS`` that `Fabric(…)` gets; None without a call, or with ``**``."""
+    """Return the names of the arguments that a script gives to Fabric; None without a call, or with ``**``."""
     made = [call for call in calls if _name(call.func) == "Fabric"]
     if not made or any(word.arg is None for call in made for word in call.keywords):  # **options may name all
         return None

@@ -72,7 +72,7 @@ class TracebackFilter:
         return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
 
     def finish(self, instance: int) -> bytes:
-        """Return the withheld lines of ``instance``, which writes no more, except a repeated message."""
+        """Return the lines of ``instance`` that were withheld, without a repeated message; it writes no more."""
         self._after.pop(instance, None)
         return self._release(instance)
 

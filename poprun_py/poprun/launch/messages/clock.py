@@ -58,11 +58,11 @@ class ClockFit:
         return self.offset_seconds + self.drift * (our_ns - self.at_ns) / _NANOSECONDS
 
     def to_theirs(self, our_ns: int) -> int:
-        """Return what the other clock shows when our clock shows ``our_ns``."""
+        """Return the time of the other host's clock when this host's clock shows ``our_ns``."""
         return our_ns + round(self.offset_at(our_ns) * _NANOSECONDS)
 
     def to_ours(self, their_ns: int) -> int:
-        """Return what our clock shows when the other clock shows ``their_ns``."""
+        """Return the time of this host's clock when the other host's clock shows ``their_ns``."""
         without_drift_ns = their_ns - round(self.offset_seconds * _NANOSECONDS)
         return without_drift_ns - round((without_drift_ns - self.at_ns) * self.drift / (1 + self.drift))
 
@@ -137,10 +137,10 @@ class HostClocks:
         return {host: min(2 * it.uncertainty_seconds for it in recent) for host, recent in pairs.items()}
 
     def fits(self) -> dict[str, ClockFit]:
-        """Return the fit of each host's clock, for hosts that have answered; see `recent_fits`."""
+        """Return the line through the recent offsets of each host's clock, for hosts that have answered."""
         return recent_fits(self.rounds)
 
 
 def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
-    """Return the fit of each host's clock from its last rounds, about a minute; only hosts that have answered."""
+    """Return a line through the offsets of each host's clock in the last minute, for hosts that have answered."""
     return {host: fit_clock(made[-_RECENT_ROUNDS:]) for host, made in rounds.items() if made}

@@ -55,7 +55,7 @@ class Handshake:
 
 
 class Seal:
-    """The seals of one connection: it numbers and seals sent lines, and checks received lines."""
+    """The seals, HMACs of the lines of one connection, which prove that no line was changed or left out."""
 
     def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
         self._sending_key = sending_key
@@ -83,7 +83,7 @@ class Seal:
 
 
 def prove(connection: socket.socket, key: str) -> Seal:
-    """Run an agent's side of the handshake and return the seal. Raises ProtocolError if poprun lacks the key."""
+    """Run an agent's proof of the key and return the seal. Raises ProtocolError if poprun lacks the key."""
     handshake = Handshake(key, is_agent=True)
     nonce = _read_exactly(connection, NONCE_BYTES)
     connection.sendall(handshake.nonce + handshake.proof(nonce))

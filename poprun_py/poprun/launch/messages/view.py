@@ -17,7 +17,7 @@ from poprun.text.fields import between, read_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """The state of one instance at one moment."""
+    """The state of one instance at one moment, for the monitors that show the job to users."""
 
     index: int
     host: str
@@ -35,7 +35,7 @@ class InstanceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """The state of a job at one moment."""
+    """The state of a job at one moment, for the monitors that show the job to users."""
 
     pid: int  # process id of poprun
     job_id: str
