@@ -20,9 +20,9 @@ PACKAGES: Final = ("popsize", "popdist", "poprun")
 
 VERBS: Final = words(
     "accept acquire adapt add allocate answer append apply ask be begin bind blame build call cancel check "
-    "choose clear close collate combine compare compile compute connect continue copy count create cut deal "
-    "declare describe destroy disable discard divide do draw drop end enlarge enter exchange exclude fail "
-    "fetch fill finalize find finish flush forget fork gather get give grant hand handle have hide hold "
+    "choose clear clip close collate combine compare compile compute connect continue copy count create cut deal "
+    "declare describe destroy disable discard divide do draw drop end enlarge enter evaluate exchange exclude "
+    "fail fetch fill finalize find finish flush forget fork gather get give grant hand handle have hide hold "
     "identify import iterate join keep kill learn leave let listen load lock log look lower make map mark "
     "measure merge mix move multiply normalise note notice obey open order overwrite pack pad parse pass pause "
     "pickle plan post prepare print put queue raise read reap receive record redirect reduce refuse register "
@@ -76,13 +76,13 @@ FINDERS: Final[dict[str, Finder]] = {
 }
 
 MOST: Final = {
-    "without a verb": 458,
-    "beginning with a pointer": 137,
-    "that of": 16,
-    "those of": 55,
-    "within it": 6,
-    "as above": 2,
-    "as below": 2,
+    "without a verb": 0,
+    "beginning with a pointer": 0,
+    "that of": 0,
+    "those of": 3,
+    "within it": 0,
+    "as above": 0,
+    "as below": 0,
     "so too": 0,
 }
 """Of each pattern how often it may be in the packages of poprun and popdist."""
