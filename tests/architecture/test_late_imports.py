@@ -19,6 +19,9 @@ late, which the start does not load.
 IN_EVERY_PYTHON = words("popdist.startup popdist_backend")
 """What runs in every Python of a job: each import there is late, so that programs lose no time."""
 
+ALONE_IN_A_BUILD = words("popdist.ground.extension")
+"""What a build of the wheel runs by its path, before popdist can be imported."""
+
 OPTIONAL = words("torch mpi4py numpy scipy rich safetensors onnx transformers yaml")
 """Packages that a user may lack, or that take a tenth of a second."""
 
@@ -44,6 +47,8 @@ def late_imports(module: Module) -> Iterator[tuple[str, str]]:
 
 def has_reason(module: str, target: str) -> bool:
     """Whether an import of ``target`` inside a function of ``module`` saves something."""
+    if module in ALONE_IN_A_BUILD:
+        return True
     if any(f"{module}.".startswith(f"{room}.") for room in IN_EVERY_PYTHON) or target in SLOW:
         return True
     needed = {name.partition(".")[0] for name in reached(target) - reached(module)}

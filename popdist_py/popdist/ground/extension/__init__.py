@@ -14,8 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from popdist.errors import PopdistWarning
-
 _NUM_BYTES = 32
 
 
@@ -56,6 +54,8 @@ def _is_made_of(sources: list[Path], extension: Path) -> bool:
 
 
 def _warn_of(extension: Path) -> None:
+    from popdist.errors import PopdistWarning  # a build runs this file alone, before popdist is installed
+
     warnings.warn(
         f"{extension} was built from other sources than those beside it, so popdist computes the same without it, "
         f"more slowly. Build it again: pip install --no-deps -e {extension.parents[4]}",
