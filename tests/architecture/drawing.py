@@ -17,7 +17,9 @@ _Documented = Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]
 _NO_EFFECT: Final = " No effect: "
 """What the docstring of a setter or an operation has where it changes nothing."""
 
-_WITHOUT: Final = "The following names are accepted and checked, but have no effect, as each docstring explains: "
+_WITHOUT: Final = (
+    "poptorch accepts and checks the following names, which have no effect, as each docstring explains: "
+)
 
 _OF_OPTIONS: Final = words("poptorch.options.model_options poptorch.options.sub_options")
 _OF_OPERATIONS: Final = ("poptorch.blocks.", "poptorch.options.execution_strategies", "poptorch.ops.")
