@@ -48,7 +48,11 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 def run_sums() -> None:
     """The laws of sums only: for instances on several hosts, where some laws of a single host do not hold."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    for law in (law_all_reduce_combines_every_dtype, law_sums_have_the_bits_of_the_tree):
+    for law in (
+        law_inference_mode_changes_no_later_collective,
+        law_all_reduce_combines_every_dtype,
+        law_sums_have_the_bits_of_the_tree,
+    ):
         law()
 
 
@@ -121,6 +125,20 @@ def law_broadcast_gives_the_roots_values() -> None:
             tensor = mine(dtype)
             assert popdist.broadcast(tensor, root) is tensor
             assert torch.equal(tensor, brought(root, dtype))
+
+
+def law_inference_mode_changes_no_later_collective() -> None:
+    """The first collective of a kind within inference mode, as in an evaluation, then the same kind outside."""
+    numbers = range(1, 1 + popdist.num_instances())
+    for is_inference in (True, False, True):
+        with torch.inference_mode(mode=is_inference):
+            for num_elements in (3, 70_000, 3_000_000):
+                for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                    own = torch.full((num_elements,), numbers[popdist.instance_index()], dtype=dtype)
+                    assert popdist.all_gather(own)[:, -1].tolist() == list(numbers)
+                    assert popdist.all_reduce(own)[-1] == sum(numbers)
+                    assert popdist.broadcast(own)[0] == sum(numbers)
+            assert popdist.broadcast_object({"a": 1}) == {"a": 1}
 
 
 def law_scalars_and_empty_tensors_take_part() -> None:

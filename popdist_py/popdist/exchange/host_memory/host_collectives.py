@@ -80,7 +80,8 @@ class Slots:
         key = (parity, dtype)
         if key not in self._views:
             start = parity * self.num_bytes
-            self._views[key] = [row[start : start + self.num_bytes].view(dtype) for row in self._block.rows]
+            with torch.inference_mode(mode=False):  # collectives outside of this mode use the views, too
+                self._views[key] = [row[start : start + self.num_bytes].view(dtype) for row in self._block.rows]
         return self._views[key]
 
     def next(self, dtype: torch.dtype) -> list[Tensor]:
@@ -134,6 +135,7 @@ class AllReduce:
         self._barriers.wait(prepared.purpose)
         prepared.combine(prepared.rows[parity], tensor, prepared.memory)
 
+    @torch.inference_mode(mode=False)  # collectives outside of this mode use the prepared views, too
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
         """Prepare the all-reduce of ``tensor`` with one barrier; return None if more barriers are needed."""
         num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape

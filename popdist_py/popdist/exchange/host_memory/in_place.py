@@ -113,7 +113,8 @@ class InPlace:
         if key not in self._prepared:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            self._prepared[key] = self._group.reduction(self.rows(places, tensor.nbytes, tensor.dtype), op)
+            with torch.inference_mode(mode=False):  # collectives outside of this mode use the views, too
+                self._prepared[key] = self._group.reduction(self.rows(places, tensor.nbytes, tensor.dtype), op)
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:

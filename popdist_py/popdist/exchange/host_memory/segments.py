@@ -47,6 +47,7 @@ def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, num_bytes, offset=offset)
 
 
+@torch.inference_mode(mode=False)  # a collective within inference mode maps memory for later collectives
 def as_tensor(window: mmap.mmap) -> Tensor:
     """Return mapped memory as a flat uint8 tensor; any view of this tensor keeps the memory mapped."""
     return torch.frombuffer(window, dtype=torch.uint8)

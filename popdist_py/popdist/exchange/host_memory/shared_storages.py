@@ -56,6 +56,7 @@ class MappedFile:
         self.number = number or self.number
 
 
+@torch.inference_mode(mode=False)  # a collective within inference mode maps memory for later collectives
 def _map(descriptor: int, num_bytes: int) -> Tensor:
     """Map a file, and return flat bytes. Python's own mmap would use one more descriptor for each file."""
     address = _libc.mmap(None, num_bytes, _READ_AND_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, 0)
