@@ -89,7 +89,9 @@ def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration
 
 
 def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return ``found`` plus the seconds in which the step waits for the slower memory."""
+    """Return the duration ``found`` of a step plus the seconds in which the step waits for data from or to the
+    slower memory beside the device's own memory.
+    """
     waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
     return replace(found, streaming=waiting) if waiting else found
 
@@ -272,7 +274,9 @@ def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) 
 
 
 def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
-    """Return the bytes to and from the slower memory in a step: while waiting, and while computing."""
+    """Return how many bytes a device moves in a step to and from the slower memory beside the device's own memory:
+    the bytes for which computing waits, and the bytes that move during computing.
+    """
     training, model = workload.training, workload.model
     parameters = most_parameters(model, mapping.pipeline, mapping.tensor)
     number = mapping.num_micro_batches(training.global_batch)
@@ -294,7 +298,9 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
 
 
 def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds in which a step waits for the slower memory."""
+    """Return the seconds in which a step waits for data from or to the slower memory beside the device's own
+    memory.
+    """
     if mapping.has_layer_phases:
         step = phase_plan(workload, mapping).step
         return step.reading + step.writing

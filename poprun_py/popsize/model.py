@@ -19,7 +19,9 @@ HALF_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """An amount in two parts: one that tensor parallelism divides, and one that each device has in full."""
+    """An amount, such as bytes or operations, in two parts: one part that tensor parallelism divides over devices,
+    and one part that each device has in full.
+    """
 
     divided: float = 0.0  # the part that is divided over the devices of a tensor group
     whole: float = 0.0  # the part that each of these devices has in full, unless sequence parallelism divides it
@@ -29,7 +31,9 @@ class Split:
         return self.divided / tensor + self.whole / (tensor if sequence_parallel else 1)
 
     def __add__(self, other: "Split") -> "Split":
-        """Return the sum of two amounts, part by part."""
+        """Return the sum of two amounts, such as bytes: the sum of the two parts that tensor parallelism divides,
+        and the sum of the two parts that each device has in full.
+        """
         return Split(divided=self.divided + other.divided, whole=self.whole + other.whole)
 
 

@@ -39,9 +39,8 @@ class ShardedIterable(IterableDataset[Any]):
                 yield item
 
     def worker(self) -> tuple[int, int]:
-        """Return this DataLoader worker's number and the number of workers; hide both from the stream.
-
-        A stream that sees the numbers would divide its items a second time.
+        """Return this DataLoader worker's number and the number of workers. Also make torch's
+        ``get_worker_info()`` return None here, so that the stream's own code does not divide its items again.
         """
         if (info := get_worker_info()) is not None:
             self._worker = info.id, info.num_workers

@@ -25,7 +25,7 @@ class LoaderStart:
         self._is_ending: Any = None
 
     def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:
-        """Make workers that start from now on survive ``signals`` until this process ends."""
+        """Make DataLoader workers that start from now on survive ``signals`` until this process ends."""
         self._signals = tuple(signals)
         if self._signals:
             self._is_ending = _ending_event(os.getpid(), multiprocessing_context or multiprocessing)
@@ -47,7 +47,8 @@ class LoaderStart:
 
 @cache
 def _ending_event(_pid: int, multiprocessing_context: Any) -> Any:
-    """Return the event that is set when the process ``_pid`` ends, so that its workers end, too.
+    """Return an event that this process, whose ID is ``_pid``, sets at its end. Until this process sets the event,
+    its DataLoader workers ignore the signals that ask the job to stop.
 
     At the end of a process multiprocessing sends one SIGTERM to each daemon and waits for the daemon, so the event
     is set before the SIGTERM. A forked child has its own finalizers and its own event.

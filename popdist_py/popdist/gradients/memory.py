@@ -132,7 +132,9 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum of ``own`` over all instances, divided by ``over``; None if they share no memory."""
+        """Return the sum of ``own`` over all instances, divided by ``over``; None if the instances share no
+        memory.
+        """
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None
@@ -148,7 +150,9 @@ class GradientMemory:
         return narrow
 
     def widened(self, total: FlatGradient, over: float) -> FlatGradient:
-        """Return the sum ``total``, which is in 16-bit buffers, in float32 or float64, divided by ``over``."""
+        """Return a copy of the sum of gradients ``total``, divided by ``over``. The buffers of ``total`` have a
+        16-bit dtype, and the copy is computed and stored in float32 (float64 for parameters in float64).
+        """
         wide = self.of_micro_batches.get()
         wide.copy(total)
         scale_flat(wide.tensors, over=over)

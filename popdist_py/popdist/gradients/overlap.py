@@ -162,19 +162,25 @@ class Overlap:
         return BucketAllReduce(self.channel, nodes, self._num_replicas, into, local)
 
     def num_expected(self) -> list[int]:
-        """Return for how many gradients each bucket waits; in the first step no bucket is complete early."""
+        """Return for each bucket how many gradients must come before the bucket is sent during the backward pass.
+        In the first step the gradients are unknown, so no bucket is sent during the backward pass.
+        """
         return [
             sum(id(member) in self.expected for member in members) + (not self.expected)
             for members in self.members
         ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
-        """Return the sum of the gradients that the step sends during its backward pass; None if it sends none."""
+        """Return the sum of the gradients that the step sends during its backward pass; None if the step sends no
+        gradient then.
+        """
         number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
     def number_of_step(self) -> int:
-        """Return a digest of the gradients that this instance would send during the backward pass; 0 if none."""
+        """Return a digest of the gradients that this instance would send during the backward pass; 0 if it would
+        send none.
+        """
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:

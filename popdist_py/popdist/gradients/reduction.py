@@ -271,7 +271,9 @@ class StepAgreement:
         keeper.end()
 
     def abandon(self) -> None:
-        """Send all instances that this step has no gradient, unless all know this already. Never raises."""
+        """Tell all other instances that this step has no gradient, if the other instances wait for the end of this
+        step. Never raises.
+        """
         try:
             if self._is_awaited:
                 with suppress(PopdistError):

@@ -129,7 +129,9 @@ class ShardExchange:
                 self._rounds[number][member] = views
 
     def run(self) -> None:
-        """Overwrite the elements that belong to other instances with the values that these instances send."""
+        """Send this instance's elements of each tensor to all other instances, and overwrite the other instances'
+        elements of the tensor with the values that those instances send.
+        """
         own = self._backend.instances.index(self._backend.instance_index)
         for runs in self._rounds:
             lengths = [sum(map(len, views)) for views in runs]
@@ -153,7 +155,9 @@ def group_by_kind(tensors: Sequence[Sharded]) -> list[list[Sharded]]:
 
 
 def in_rounds(runs: Sequence[Run], width: int) -> list[list[Run]]:
-    """Return the elements of ``runs`` in order, cut into lists of ``width`` elements; the last may be shorter."""
+    """Return the elements of ``runs`` in order, cut into lists of ``width`` elements; the last list may be
+    shorter.
+    """
     rounds: list[list[Run]] = []
     room = 0
     for run in runs:

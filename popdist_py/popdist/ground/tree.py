@@ -14,7 +14,9 @@ S = TypeVar("S")
 
 
 class Node(NamedTuple):
-    """A tree's node, the sum of the items ``[index * 2**level, (index + 1) * 2**level)``, at most up to n - 1."""
+    """A node of the tree of additions over the items 0 to n - 1: the sum of the items with the numbers
+    ``index * 2**level`` to ``(index + 1) * 2**level - 1``, or to n - 1 if n - 1 is smaller.
+    """
 
     level: int  # 0 for an item itself, ``height(n)`` for the sum of all items
     index: int  # type: ignore[assignment] # position in the level; replaces tuple.index(), which no caller uses
@@ -33,7 +35,9 @@ def span(node: Node, n: int) -> range:
 
 
 def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
-    """Return the fewest nodes of the tree that cover just the items ``[start, stop)`` of ``n``, left to right."""
+    """Return the fewest nodes, left to right, that together cover exactly the items from number ``start`` up to
+    number ``stop - 1`` in the tree over ``n`` items.
+    """
     top = height(n)
     if not 0 <= start <= stop <= n:
         raise ValueError(f"the block [{start}, {stop}) does not lie within the {n} items")

@@ -47,7 +47,9 @@ class _ExactSum:
         return f"{self.num_units:x} {self.infinite}"
 
     def add_words(self, num_units: str, infinite: str) -> None:
-        """Add the exact sum of another instance, given as the two words of its text."""
+        """Add the exact sum of another instance to this sum; ``num_units`` and ``infinite`` are the two words of
+        the text that ``str()`` of the other sum returns.
+        """
         self.num_units += int(num_units, 16)
         self.infinite += float(infinite)
 

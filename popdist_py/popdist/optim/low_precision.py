@@ -135,7 +135,9 @@ class LowPrecision(PieceOptimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """Return the names of the inner optimizer's elementwise state."""
+        """Return the names of the inner optimizer's state tensors that have one number for each element of a
+        parameter.
+        """
         arguments = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
         inside = _check_class(defaults.get("optimizer_class"))
         return check_elementwise(inside, arguments, _inner_settings(settings), device, asked_by="LowPrecision")

@@ -98,7 +98,9 @@ class PieceOptimizer(Optimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """Return the names of the optimizer's elementwise state for a group with these ``settings``."""
+        """Return the names of the optimizer's state tensors that have one number for each element of a parameter,
+        in a parameter group with these ``settings``.
+        """
         raise NotImplementedError
 
 

@@ -60,7 +60,9 @@ class TrustRatioOptimizer(PieceOptimizer):
         settings: Mapping[str, Any],  # noqa: ARG003 - the names are equal for all settings
         device: torch.device,  # noqa: ARG003 - the names are equal on all devices
     ) -> frozenset[str]:
-        """Return the names of the optimizer's elementwise state, which are equal for all settings."""
+        """Return the names of the optimizer's state tensors that have one number for each element of a parameter.
+        The names are always the same, whatever the arguments are.
+        """
         return cls.element_names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -212,7 +212,9 @@ def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
 
 
 def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Layer:
-    """Return the planner's description of one layer, from the operations that ``stretch`` has counted."""
+    """Return the description of one layer for the planner `poprun-size`, from the operations that ``stretch``, the
+    part of the forward pass that this layer computes, has counted.
+    """
     amounts: dict[str, Any] = {what: _share(amount, meter) for what, amount in stretch.amounts.items()}
     stored, scores = amounts.pop("stored", Split()), amounts.pop("scores", Split())
     kept = amounts.get("kept", Split())

@@ -93,7 +93,9 @@ class PhasedForward:
         return call.result_of(inputs, returned)
 
     def _check_weights(self) -> None:
-        """Check that the layer computes with the parameters in the store. Raise WeightsError if it does not."""
+        """Check that each parameter of the layer is the same object as when ``phased()`` put the model's weights
+        into the store (a file or memory). Raise WeightsError if a parameter is another tensor.
+        """
         stored_ids = {id(it) for piece in self.unit.pieces for it in piece.parameters}
         for name, parameter in self.unit.module.named_parameters():
             if id(parameter) not in stored_ids:

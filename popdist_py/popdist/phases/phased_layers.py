@@ -67,7 +67,9 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhasedLayers:
-    """The layers (units) of a phased model, and its weights in pieces: weights that the same layers use."""
+    """The layers (units) of a phased model, and the model's weights in pieces; a piece has the weights that the
+    same layers use.
+    """
 
     units: tuple[Unit, ...]
     pieces: tuple[PhasePiece, ...]  # in the order of the units
@@ -79,7 +81,9 @@ class PhasedLayers:
 
 
 def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> PhasedLayers:
-    """Return the layers of ``model``: the named or repeated modules, and other modules with their own weights."""
+    """Return the layers that popdist reads into memory one after another: the modules ``layers`` (if None, the
+    modules that ``model`` repeats), and every other module that itself holds weights.
+    """
     layers = [it for run in runs_of_layers(model) for it in run] if layers is None else [*layers]
     chosen = chosen_layers(model, layers, "phased")
     modules = dict(_walk(model, "", set(chosen), set()))

@@ -35,7 +35,9 @@ from popdist.step.training.step import LoneStep, Step
 
 
 class PhasedSteps(ModelSteps):
-    """The training steps of a phased model; a step is a loop over micro batches and then the optimizer's step."""
+    """The training steps of a phased model, which is in memory layer group by layer group, because it is larger
+    than the memory. A step is a loop over micro batches and then the optimizer's update.
+    """
 
     make_checks: ClassVar[CheckMaker] = lambda *_: ModelChecks()
 

@@ -157,7 +157,9 @@ class PieceSum:
         self._position = 0
 
     def awaited(self, number: int) -> Wanted:
-        """Return the stored sum to which micro batch ``number`` is added first; empty if there is no sum."""
+        """Return the sum in the store (a file or memory) that popdist must read before it adds the gradient of
+        micro batch ``number`` to this sum; return {} if there is no such sum or if the sum is zero.
+        """
         is_needed = self._waiting and self._waiting[-1] and self._merges[number]
         return {self._place: self._planes[len(self._waiting) - 1]} if is_needed else {}
 

@@ -187,7 +187,9 @@ class LongForwards:
 
 
 class SlowLines:
-    """The slowest source line of the program in each training phase, found by a majority vote over samples."""
+    """For each training phase, the source line at which most samples find the program's main thread; each sample
+    is a vote for a line. This class writes the winner on the progress page, memory that poprun reads.
+    """
 
     def __init__(self, page: int) -> None:
         self._page = page

@@ -113,7 +113,9 @@ class Recording:
         self._shared = mmap.mmap(-1, 1)  # tells forked workers whether the window is open
 
     def prepare(self, _torch: object) -> None:
-        """Count the optimizer's steps, and begin the recording at the right step; torch has just been imported."""
+        """Register hooks in torch, which the program has just imported: the hooks count the optimizer's steps, and
+        begin to record the trace at the first step that poprun wants to see.
+        """
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
 

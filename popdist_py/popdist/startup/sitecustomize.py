@@ -140,7 +140,9 @@ def last_error() -> BaseException | None:
 
 
 def announce_lone_training(pid: int, page: int, signals: ModuleType) -> None:
-    """Write on the progress page that this program has trained without other processes, if it has."""
+    """Write on the progress page (memory that poprun reads) that this program has trained a model alone, if
+    nothing has connected the program to the programs of the other instances.
+    """
     if os.getpid() != pid or not signals.is_page(page):
         return
     try:

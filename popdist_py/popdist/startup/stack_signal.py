@@ -40,7 +40,9 @@ def is_page(descriptor: int) -> bool:
 
 
 def announced_pid(descriptor: int) -> int:
-    """Return the process ID on the progress page; 0 if no process has written its ID yet."""
+    """Return the process ID that a program has written on its progress page (memory that poprun reads); 0 if there
+    is none.
+    """
     return int.from_bytes(os.pread(descriptor, _PID_BYTES, _PID_AT), sys.byteorder)
 
 
@@ -50,24 +52,32 @@ def is_alive(pid: int) -> bool:
 
 
 def announce(descriptor: int, signum: int) -> None:
-    """Clear the progress page, and write this process's ID and its signal for stacks on the page."""
+    """Clear the progress page (memory that poprun reads), and write this process's ID on the page, and the signal
+    at which this process writes its stacks.
+    """
     os.pwrite(descriptor, bytes(os.sysconf("SC_PAGE_SIZE")), 0)
     os.pwrite(descriptor, signum.to_bytes(_SIGNAL_BYTES, sys.byteorder), _SIGNAL_AT)
     os.pwrite(descriptor, os.getpid().to_bytes(_PID_BYTES, sys.byteorder), _PID_AT)
 
 
 def announce_lone_training(descriptor: int) -> None:
-    """Write on the progress page that this process has trained without other processes."""
+    """Write on the progress page (memory that poprun reads) that this process has trained a model alone: nothing
+    has connected this process to the processes of the other instances.
+    """
     os.pwrite(descriptor, b"\1", _TRAINED_ALONE_AT)
 
 
 def announce_recorder(descriptor: int, recorder: int) -> None:
-    """Write the descriptor on the progress page by which poprun can ask torch's recorder of collectives."""
+    """Write on the progress page (memory that poprun reads) the file descriptor by which poprun can ask torch's
+    recorder of collectives.
+    """
     os.pwrite(descriptor, recorder.to_bytes(RECORDER_BYTES, sys.byteorder), RECORDER_AT)
 
 
 def announce_jax(descriptor: int) -> None:
-    """Write on the progress page that JAX has read its job, so that JAX connects this process to others."""
+    """Write on the progress page (memory that poprun reads) that JAX has read the variables of its job, so that
+    JAX connects this process to the other processes of the job.
+    """
     os.pwrite(descriptor, b"\1", _USES_JAX_AT)
 
 

@@ -16,7 +16,8 @@ from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replic
 
 
 class LoopTurns:
-    """The turns of a training loop; the last turn of an optimizer step reduces the gradients of all replicas.
+    """The turns of a training loop, one turn for each batch of each replica; the last turn of an optimizer step
+    reduces the gradients of all replicas.
 
     Args:
         steps: The steps of the model that the loop trains.
@@ -63,7 +64,9 @@ class LoopTurns:
             self._steps.exit()
 
     def end_micro_batch(self) -> None:
-        """End this turn's micro batch, if it is open; in a step's last turn, reduce all replicas' gradients."""
+        """End the micro batch of this turn (one batch of one replica in the program's loop), if the micro batch is
+        open. In the last turn of an optimizer step, also reduce the gradients of all replicas.
+        """
         self._steps.end(add=len(self._steps.replicas) == 1)
 
     def check_backward(self, name: str) -> None:

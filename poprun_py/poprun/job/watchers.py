@@ -131,7 +131,9 @@ class StackWatch(Watcher):
         return self._inquiry is not None
 
     def update(self, now_seconds: float) -> None:
-        """Search for a hang; print the stacks when all have answered; request stacks when the user asks."""
+        """Search for a hang. Print the programs' stacks when all programs have answered poprun's request; send the
+        programs a request when the user asks for stacks.
+        """
         inquiry, record, signals = self._inquiry, self._watched.record, self._watched.signals
         record.hang_watch.update(record.statuses, now_seconds)
         if inquiry is not None and inquiry.is_over(record.statuses, now_seconds):
@@ -242,7 +244,9 @@ class Speed(Watcher):
         self._clocks = clocks
 
     def update(self, now_seconds: float) -> None:
-        """Print which instance or link is slow; ask the programs again if the next question is due."""
+        """Print which instance or link is slow. If the next question is due, also ask the program of each instance
+        when the program called its collectives.
+        """
         record, plan = self._watched.record, self._watched.plan
         statuses = record.statuses
         if record.phase is not Phase.RUNNING or any(status.counters is None for status in statuses):

@@ -165,13 +165,17 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
 
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
-    """Whether one host shim forks all agents of an MPI job, so that the runtime starts only rank shims."""
+    """Whether a process of poprun, the host shim, forks the agents, which start and end the instances. Then the
+    MPI runtime starts only rank shims: small processes that send the host shim their environment.
+    """
     # with the user's options a runtime may give shims other things, such as cores; other hosts have no host shim
     return network is None and not plan.mpi_global_args and not plan.mpi_local_args
 
 
 def srun_command(plan: LaunchPlan) -> LaunchCommand:
-    """Return the srun command that starts every shim of ``plan`` in an allocation of Slurm."""
+    """Return the srun command that starts the shims of ``plan`` (processes that fork the agents) in an allocation
+    of Slurm.
+    """
     from poprun.launch.routes import srun_words
 
     step = srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host)
@@ -183,7 +187,9 @@ def srun_command(plan: LaunchPlan) -> LaunchCommand:
 
 
 class StartWatch:
-    """A watch over the shims at the start of a job, which finds shims that end before their agents report."""
+    """A watch over the shims (processes that fork the agents) at the start of a job, which finds shims that end
+    before their agents report to poprun.
+    """
 
     # A shim that ends early is not visible on the control socket, and Hydra waits for the shim forever.
 

@@ -126,7 +126,9 @@ def _pod(
 
 
 def _allocations(described: PodDescription, source: str) -> dict[str, range]:
-    """Return the IPUs of each named part of a pod. Raises PlanError if its IPU-Machines are no neighbours."""
+    """Return the IPUs of each named part (allocation) of the pod ``described``. Raises PlanError if a part's
+    IPU-Machines are not consecutive IPU-Machines of the pod, or if the part's name is invalid.
+    """
     last, ranges = described.num_machines - 1, {}
     for name, machines in (described.allocations or {}).items():
         if not _SAFE.fullmatch(name):

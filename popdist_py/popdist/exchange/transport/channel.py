@@ -104,7 +104,9 @@ class Channel:
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return all instances' accelerator tensors, stacked; only functions in :meth:`issue` may call this."""
+        """Return the accelerator tensors that all instances pass, stacked in the instances' order. Only a function
+        that a caller has passed to :meth:`issue`, which runs in the channel's thread, may call this method.
+        """
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
         gather_into(self._process_group, as_bytes(gathered), as_bytes(tensor))
         return gathered
@@ -152,7 +154,9 @@ class Channel:
             self._thread.start()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until issued works are done, all or the first ``number``. Raises BackendError if one has failed."""
+        """Wait until the functions that callers have passed to :meth:`issue` are done: all, or the first
+        ``number`` functions. Raises BackendError if a function has failed.
+        """
         with as_backend_error("the gradients of the other instances did not come"):
             number = self.num_issued if number is None else number
             with self._progress:

@@ -41,7 +41,9 @@ class ShardedParameter:
         return self.whole.detach()
 
     def check(self) -> None:
-        """Raise OptimizerError if the parameter has new memory without the shards, or a sparse gradient."""
+        """Raise OptimizerError if the parameter was moved to other memory after this optimizer cut it into shards,
+        so that its shard is in the old memory, or if its gradient is sparse.
+        """
         if self.whole.data_ptr() != self.address:
             raise OptimizerError(
                 f"{self.name} was given other memory after ShardedOptimizer was made, as model.to() and "

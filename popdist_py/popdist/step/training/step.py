@@ -106,7 +106,9 @@ class Step:
         self._buffers.end_step()
 
     def abandon(self) -> None:
-        """End the step without a gradient, and send this to all instances unless all know it. Never raises."""
+        """End the step and discard its gradients. If the other instances wait for the end of this step, tell all
+        other instances that the step has no gradient. Never raises.
+        """
         self.keeper.clear()
         self._buffers.undo()
         self._buffers.end_step()

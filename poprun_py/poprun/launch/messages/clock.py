@@ -68,7 +68,9 @@ class ClockFit:
 
 
 def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
-    """Return the line of a clock's offset through the best exchange of the first and of the last quarter."""
+    """Return the straight line through two offsets of another clock: of the most exact exchange (question and
+    answer) in the first quarter of ``exchanges``, and of the most exact exchange in the last quarter.
+    """
     share = max(1, len(exchanges) // 4)
     first = min(exchanges[:share], key=lambda it: it.uncertainty_seconds)
     last = min(exchanges[-share:], key=lambda it: it.uncertainty_seconds)

@@ -89,7 +89,9 @@ Arrivals = Mapping[int, float]
 
 
 def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
-    """Return the call times of each collective that all members called, the last of them after ``after``."""
+    """Return, for each collective that all members of its process group have called, the time of each member's
+    call. The result has only the collectives whose last member called later than the time ``after``.
+    """
     collectives = []
     for name in {name for look in looks.values() for name in look.groups}:
         groups = {index: look.groups[name] for index, look in looks.items() if name in look.groups}
@@ -139,7 +141,9 @@ def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
 
 
 def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
-    """Return a list of collectives for each whole step; for each collective, if steps are not counted."""
+    """Return lists of collectives: one list for each whole step, or, if steps are not counted, one list for each
+    collective.
+    """
     if not any(look.step_ends for look in looks.values()):
         return [[arrival] for arrival in arrivals]
     cycles: dict[int, list[Arrivals]] = {}

@@ -206,7 +206,9 @@ class _Drawer:
         return MAX_WIDTH - 16 * self.sizes.space
 
     def _bar_labels(self, instance: InstancePlan) -> list[str]:
-        """Return the texts of an instance's bars: one for each replica or part, or one text for all."""
+        """Return the texts of an instance's bars: one for each of its replicas, or, if the instance has a part of
+        one replica, one each for replica, stage and shard. If there is no room for all bars, return one text.
+        """
         replicas, place = instance.replicas, self.plan.parallelism.place_of(instance.index)
         if place and self.has_words and len(place) <= self.sizes.max_bars:
             return [f"{name} {number}" for name, number in place.items()]

@@ -32,11 +32,13 @@ class Scene:
         return _shown(range(len(self.plan.hosts)), self.max_ipus // self.plan.num_ipus_per_host)
 
     def instances(self, host: int) -> Shown:
-        """Return the indices of the instances to draw on ``host``; a range stands for those left out."""
+        """Return the indices of the instances to draw on ``host``; a range stands for instances that are not
+        drawn.
+        """
         return _shown(instances_of_host(self.plan, host), self.max_ipus // self.plan.num_ipus_per_instance)
 
     def ipus(self, instance: int) -> Shown:
-        """Return the virtual IPUs to draw in ``instance``; a range stands for those left out."""
+        """Return the virtual IPUs to draw in ``instance``; a range stands for virtual IPUs that are not drawn."""
         return _shown(self.plan.instance(instance).ipus, self.max_ipus)
 
     @property
@@ -57,7 +59,9 @@ def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int =
 
 
 def _shown(items: range, most: int) -> Shown:
-    """Return the items to draw: all, or ``most`` of them: the first items, a range for a gap, the last item."""
+    """Return the items (hosts, instances or virtual IPUs) to draw: all if there are at most ``most`` items;
+    otherwise the first items, one range that stands for the items left out, and the last item.
+    """
     most = max(3, most)
     return items if len(items) <= most else [*items[: most - 2], items[most - 2 : -1], items[-1]]
 
