@@ -350,7 +350,8 @@ class _Scheduler(AcceleratedScheduler):
 
 
 class PreparedLoader:
-    """A prepared loader: its batches are the local replicas' batches in training, this instance's in evaluation.
+    """A prepared loader. In training it yields the batches of this instance's replicas, one replica after the
+    other; in evaluation it yields this instance's share of all batches.
 
     An attribute that the class does not have is the attribute of accelerate's loader for the evaluation.
     """
@@ -392,7 +393,9 @@ class PreparedLoader:
 
 
 def _options(loader: Any) -> dict[str, Any]:
-    """Return the options of the DataLoader ``loader`` that a new loader with other batches keeps."""
+    """Return the options that a loader for replicas takes over from the DataLoader ``loader``: options of workers,
+    memory and generator, but not the dataset and the options that make batches.
+    """
     kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
     return {name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")}
 

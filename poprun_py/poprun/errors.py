@@ -61,7 +61,9 @@ class ProgramNotFoundError(PoprunError):
 
 
 class PoolError(PoprunError):
-    """Error for a pool that cannot be used: its file is damaged, foreign, unreachable, or in a bad place."""
+    """Error if poprun cannot use the pool folder, which records the jobs that use this machine's devices: for
+    example, a file in the folder is damaged, or the folder is on a network file system.
+    """
 
     exit_code = 74
 

@@ -232,7 +232,9 @@ def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
-    """Return a sort key for mappings: the faster comes first, and of equally fast ones the smaller."""
+    """Return a sort key for mappings: the mapping with the shorter duration comes first; of mappings with equal
+    durations, the mapping that needs less memory comes first.
+    """
     return candidate.duration.total, candidate.memory.total
 
 

@@ -49,7 +49,9 @@ def stateful_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 
 def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """Return the random states of the local replicas of each model in ``named``, as ``NAME.randomness``."""
+    """Return the random states of the local replicas of each model in ``named``; in the returned dict, the states
+    of the model ``NAME`` have the key ``NAME.randomness``.
+    """
     found = [(name, getattr(thing, "randomness", None)) for name, thing in named.items()]
     return {f"{name}.randomness": it for name, it in found if isinstance(it, ReplicaRandomness)}
 

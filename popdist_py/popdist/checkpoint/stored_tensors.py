@@ -79,7 +79,9 @@ def stores_of(named: Mapping[str, object]) -> list[PhaseStore]:
 
 
 def check_whole(named: Mapping[str, object]) -> None:
-    """Raise CheckpointError if an object in ``named`` is in the middle of a step, with a store half written."""
+    """Raise CheckpointError if a phased model or its optimizer in ``named`` is in the middle of a step: the
+    store, the file or memory with the model's weights, then has weights from before and from after the step.
+    """
     for name, thing in named.items():
         store = store_of(thing)
         if store is not None and store.is_torn:

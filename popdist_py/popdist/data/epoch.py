@@ -288,7 +288,9 @@ class EpochReader:
 
 
 def _is_state(state: object, own: ReaderState) -> bool:
-    """Whether ``state`` has the entries of a reader's state ``own``, and a position within the epoch."""
+    """Whether ``state`` has the same keys as ``own``, the present state of the reader that loads ``state``, only
+    whole numbers as values, and a position within the epoch.
+    """
     if not isinstance(state, Mapping) or state.keys() != own.keys():
         return False
     if not all(isinstance(value, int) for value in state.values()):

@@ -54,7 +54,9 @@ class _PythonGenerator:
         self._last: _PythonState | None = None
 
     def take_out(self) -> _PythonState:
-        """Return the state of Python's random generator; call :meth:`put_in` before the next draw."""
+        """Return the state of Python's random generator. This draws numbers from the generator, so call
+        :meth:`put_in` with a state before the program draws again.
+        """
         last, bits = self._last, random.getrandbits(32)
         # reading the state is slow, so equal bits mean "nothing drawn"; once in 2**32 times numbers repeat
         if last is None or last.bits != bits:

@@ -102,7 +102,9 @@ class ShardedTensor(Protocol):
 
     @property
     def content(self) -> Tensor:
-        """The memory for all elements of the tensor, without gaps."""
+        """The whole tensor, with this instance's elements and room for the elements of all other instances, as one
+        piece of memory without gaps between elements.
+        """
 
     @property
     def ranges(self) -> Ranges:

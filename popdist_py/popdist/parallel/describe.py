@@ -163,7 +163,9 @@ def _place(stretch: int, meter: OperationMeter) -> int:
 
 
 def _owners(weight: Weight, meter: OperationMeter) -> set[int]:
-    """Return the layers that count ``weight``: the first user; first and last layer if both use ``weight``."""
+    """Return the numbers of the layers whose description includes ``weight``: the first and the last layer if both
+    use the weight; else the first layer that uses it, or the last layer if no layer uses it.
+    """
     last = _place(len(meter.stretches) - 1, meter)
     users = {_place(user, meter) for user in weight.users} or {last}
     return {0, last} if {0, last} <= users else {min(users)}

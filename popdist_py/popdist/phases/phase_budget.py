@@ -52,7 +52,8 @@ class _Times:
 
 
 class PhaseBudget:
-    """A planner that measures the first steps of a phased model, chooses its phases, and prints the plan.
+    """A planner for a phased model, which is trained one phase (group of layers) after the other because it is
+    larger than the memory. The planner measures the first steps, chooses the phases, and prints the plan.
 
     The plan is made from the measurements, for the loop that was measured.
     """

@@ -301,7 +301,9 @@ class PhasedOptimizer(Optimizer):
             group.update(stepper.end())
 
     def _update_from_store(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update ``parameter`` by its stored ``gradient``, changed as ``.grad`` was, if ``.grad`` is not None."""
+        """Update ``parameter``, unless its ``.grad`` is None. To a ``gradient`` from the store, first apply the
+        changes that the program has made to ``.grad``, such as clipping.
+        """
         if parameter.grad is not None:
             now = local_part(parameter.grad)
             self.update(parameter, now.apply_changes(gradient) if isinstance(now, StoredGradient) else now, state)
@@ -373,7 +375,9 @@ class PhasedOptimizer(Optimizer):
 
     @property
     def store(self) -> Any:
-        """The store of the phased model, which also holds the optimizer's state."""
+        """The store of the phased model: the file or memory that holds the model's weights and this optimizer's
+        state.
+        """
         return self._run.store
 
     def __reduce__(self) -> Any:

@@ -197,7 +197,9 @@ class PhasedGradients(GradientKeeper):
         run.memory.place_anew()
 
     def begin_micro_batch(self, index: int, weight: float) -> None:  # noqa: ARG002 - the loop passes the weight to every kind of step
-        """Begin the micro batch with the index ``index``, which has samples."""
+        """Begin the micro batch with the index ``index``. The loop calls this method only for micro batches that
+        have samples.
+        """
         self._number = index
         self._run.calls.begin_micro_batch()
         self._complete.clear()

@@ -200,7 +200,9 @@ class StoreThreads:
 
 
 class StoreFile:
-    """One file of a store: ``descriptor`` is open for reading and writing, ``path`` is None for host memory."""
+    """One file of a store, which holds the weights of a phased model. ``descriptor`` is open for reading and
+    writing; ``path`` is None if the store is in host memory.
+    """
 
     def __init__(self, descriptor: int, path: Path | None, num_bytes: int, threads: StoreThreads) -> None:
         self.descriptor = descriptor
@@ -242,7 +244,9 @@ class StoreFile:
             self.write(region.start + at, buffer[: whole_blocks(len(part))]).wait()
 
     def mapped(self, region: Region, form: TensorForm) -> Tensor:
-        """Return the tensor of ``form`` at ``region``, mapped from the file; changes do not reach the file."""
+        """Return the tensor in the bytes ``region`` of the file, mapped into memory, with the dtype and shape in
+        ``form``. Changes of the returned tensor do not change the file.
+        """
         if not form.num_bytes:
             return form.empty()
         access = mmap.PROT_READ | mmap.PROT_WRITE

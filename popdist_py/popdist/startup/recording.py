@@ -355,7 +355,9 @@ class Waits:
         page.wait, page.end_wait = begin_recorded, end_recorded
 
     def end(self) -> list[list[Any]]:
-        """Stop recording, and return the waits that have ended."""
+        """Stop the recording of popdist's waits for other instances, and return the recorded waits. A wait that
+        has not ended is left out, because its duration is not known.
+        """
         if self._page is not None:
             del self._page.wait, self._page.end_wait
             self._page = None

@@ -307,7 +307,9 @@ def _describe_tree() -> list[str]:
 
 
 def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
-    """Return the key of the process ``pid`` if it can write its stacks at the signal ``signum``; else None."""
+    """Return the identity (id and start time) of the process ``pid`` if it handles the signal ``signum`` and can
+    write its stacks to the memory ``page``; None if not, for example because the process is stopped.
+    """
     key = key_of(pid) if pid else None
     if key is None or key not in own_tree() or not catches(pid, signum) or is_stopped(pid):
         return None
@@ -400,7 +402,9 @@ class ProgramWatch:
         return left
 
     def measure(self) -> Message:
-        """Measure the program; return the event with its use of resources, its progress and its numbers."""
+        """Measure the program; return the event for poprun with the program's memory and processor time, its
+        progress, and the numbers that the program has reported, such as the loss.
+        """
         self._wait_for_next_second()
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
@@ -425,7 +429,9 @@ class ProgramWatch:
         return event
 
     def ask_for_stacks(self, most_helpers: int) -> None:
-        """Request the stacks of the program and its helpers, and the collectives in torch's flight recorder."""
+        """Request the stacks of the program and of at most ``most_helpers`` helper processes, and the collectives
+        in torch's flight recorder. :meth:`answer` returns the event later.
+        """
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers),
             self._question_for_recorder(is_about_moments=False),
@@ -433,7 +439,9 @@ class ProgramWatch:
         )
 
     def ask_for_calls(self, most_helpers: int) -> None:
-        """Request the times of the program's last collectives; with ``most_helpers`` > 0, also stacks."""
+        """Request the times of the program's last collectives; if ``most_helpers`` is above 0, also the stacks of
+        the program and of at most so many helper processes. :meth:`answer` returns the event later.
+        """
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers) if most_helpers else None,
             self._question_for_recorder(is_about_moments=True),

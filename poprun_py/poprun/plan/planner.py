@@ -407,7 +407,9 @@ def _choose_output(request: LaunchRequest, words: JobWords) -> OutputSettings:
 
 
 def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
-    """Return how instances are bound to cores; DISABLED if words for MPI make its launcher bind them."""
+    """Return the policy by which poprun binds instances to cores; DISABLED if the user has not chosen a policy,
+    and has passed an MPI option with which the MPI launcher itself binds the instances.
+    """
     words = [part for word in (*request.mpi_global_args, *request.mpi_local_args) for part in word.split("=", 1)]
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

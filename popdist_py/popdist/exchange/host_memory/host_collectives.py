@@ -231,7 +231,9 @@ class HostCollectives:
         return None if group is None else cls(group)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine the tensors of all ranks in place; ``may_move(tensor)`` says whether memory may be moved."""
+        """Combine the tensors of all ranks in place. To avoid copies in later calls, a tensor's memory is moved
+        into shared memory, but only if ``may_move(tensor)`` returns True.
+        """
         if not self._is_alone:
             self._all_reduce(tensor, op, may_move)
 

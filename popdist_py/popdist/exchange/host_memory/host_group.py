@@ -39,7 +39,8 @@ _BARRIER: Final = 0
 
 
 class HostGroup:
-    """Processes that share one host's memory; all must make the same calls, except calls marked "No collective".
+    """Processes that share one host's memory. All ranks must call the same methods in the same order, except
+    methods whose docstring says that they do not wait for other ranks.
 
     If a rank is lost or late, all other ranks raise an error that names the rank, and the group ends.
     """
@@ -111,14 +112,18 @@ class HostGroup:
         return self._segment.num_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Reserve ``num_bytes`` of this rank's shared memory, as long as a view of it exists. No collective."""
+        """Reserve ``num_bytes`` of this rank's shared memory, as long as a view of this memory exists. The method
+        does not wait for other ranks.
+        """
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
 
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
-        """Make a group of only ``ranks``, each of which has reserved a page of its memory. No collective."""
+        """Make a group of only ``ranks``, each of which has reserved a page of its memory. The method does not
+        wait for other ranks.
+        """
         places = zip(ranks, offsets, strict=True)
         pages = [
             page.row if other == self.rank else self.map(other, offset, PAGE_BYTES) for other, offset in places
@@ -157,12 +162,16 @@ class HostGroup:
         return SharedBlock(self._segment, offset, rows, self.rank)
 
     def map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
-        """Map the shared memory of ``rank`` at ``offset``, and return the memory as flat bytes. No collective."""
+        """Map the shared memory of ``rank`` at ``offset``, and return the memory as flat bytes. The method does
+        not wait for other ranks.
+        """
         descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
     def open_file(self, rank: int, descriptor: int) -> int:
-        """Return a descriptor in this process for a rank's memory file. Raises OSError. No collective."""
+        """Return a descriptor in this process for a rank's memory file. Raises OSError. The method does not wait
+        for other ranks.
+        """
         return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
@@ -173,7 +182,8 @@ class HostGroup:
         outputs: Sequence[Tensor] | None = None,
         pairs: Sequence[tuple[int, int]] | None = None,
     ) -> Reduction:
-        """Prepare a reduction of rows of shared memory: each rank combines a share of elements. No collective.
+        """Prepare a reduction of rows of shared memory, in which each rank combines a share of the elements. The
+        method itself does not wait for other ranks.
 
         Each ``run()`` of the reduction is a collective: afterwards the result is in every output, and the contents
         of ``rows`` are lost.

@@ -451,7 +451,9 @@ def _placeholder() -> Any:
 
 
 def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
-    """Call ``method`` of torch's own backend; return the work, boxed as torch's operators return a work."""
+    """Call ``method`` of torch's own backend; return its work (the object to wait for) as a ScriptObject, because
+    torch's operators also return a work as a ScriptObject.
+    """
     if method == "allgather_into_tensor_coalesced":  # torch has no Python binding of this and the next method
         rows = zip(*(output.chunk(backend.size()) for output in data[0]), strict=False)
         return backend.allgather_coalesced(list(map(list, rows)), data[1], *opts).boxed()

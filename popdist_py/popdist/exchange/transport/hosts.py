@@ -120,7 +120,9 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """Return a text that is equal for processes that can share memory (boot id, network); else an empty text."""
+    """Return the boot id and the network namespace of this process as a text, which is equal for processes that
+    can share memory; return an empty text if the text cannot be read from ``/proc``.
+    """
     try:  # processes of other networks, such as of another pod, cannot send descriptors
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:

@@ -165,7 +165,9 @@ def _describe_all(
 
 
 def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
-    """Return a description of one parameter's state as JSON values; elementwise tensors give only a dtype."""
+    """Return a description of one parameter's optimizer state as JSON values. Of a tensor with a number for each
+    element of the parameter, only the dtype is described; other values are contained completely.
+    """
     return {
         key: ["elements", _name(value.dtype)]
         if _is_of_elements(key, value, keys, parameter.shard.shape)

@@ -268,7 +268,8 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this instance's part of a state, perhaps saved by ``optimizer_class``, without communication.
+        """Load this instance's part of ``state_dict``, the state that this class or ``optimizer_class`` itself has
+        saved. The call does not communicate with other instances.
 
         Raises:
             OptimizerError: If ``state_dict`` is no state, or of another precision or another optimizer inside

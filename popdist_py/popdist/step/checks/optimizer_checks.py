@@ -222,7 +222,9 @@ def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class _Comparison:
-    """The numbers of parameters and models at an optimizer's last comparison, and its steps since then."""
+    """The last comparison of an optimizer's parameters with the parameters of all wrapped models: the numbers of
+    parameters and models at that time, and the optimizer's steps since then.
+    """
 
     sizes: tuple[int, int] = (0, 0)
     num_steps: int = 0

@@ -101,11 +101,15 @@ class AutomaticReduction:
             refuse_in_turn(None, "a collective of torch.distributed")
 
     def _open_window(self) -> None:
-        """Record that another model computes now, so that new gradients of this model will not be used."""
+        """Begin a time in which another model computes, such as a GAN's generator that uses this model, so that no
+        optimizer will use the gradients that this model gets until :meth:`_close_window`.
+        """
         self._is_window_clean = not self._gradients.unused()
 
     def _close_window(self) -> None:
-        """Mark the gradients made since :meth:`_open_window` as used, unless there were unused ones before."""
+        """End the time in which another model computes: mark this model's new gradients as used, so that no
+        reduction adds them. Do nothing if this model had unused gradients at :meth:`_open_window`.
+        """
         if self._is_window_clean:
             mark_used(self._gradients.parameters())
         self._is_window_clean = False

@@ -99,7 +99,9 @@ class _HostLeases:
         return self.within(network)
 
     def within(self, network: JobNetwork) -> JobNetwork:
-        """Return ``network`` with each host's leased devices and the address where agents fetch its lease."""
+        """Return ``network``, the job's hosts, with each host's leased devices, and with the address at which the
+        agents on a host fetch the lease of this host.
+        """
         hosts = tuple(
             replace(
                 route,

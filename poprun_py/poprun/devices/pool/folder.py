@@ -141,7 +141,9 @@ class PoolFolder:
         return False
 
     def remove_own(self, keeps: Mapping[str, Collection[str]]) -> None:
-        """Remove this user's files, of each kind in ``keeps``, whose key is not in ``keeps[kind]``."""
+        """Remove this user's files named ``KIND-KEY`` from the pool folder, for each kind in ``keeps`` (such as
+        ``lease``), if the key is not in ``keeps[KIND]``. Remove also this user's incomplete new files.
+        """
         for kind, key in self.keys(_NEW, *keeps):
             if key not in keeps.get(kind, ()):
                 with suppress(OSError):

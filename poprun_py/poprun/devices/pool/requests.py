@@ -43,7 +43,9 @@ class PartitionRequest:
     resets: bool | None = None  # whether the IPUs are chosen anew; None: only if some IPUs do not exist any more
 
     def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
-        """Whether the partition ``found`` needs other IPUs. Raises PartitionError if the user forbids a change."""
+        """Whether the partition ``found`` must get other IPUs, for example because the request is for
+        another size, or an IPU is gone. Raises PartitionError if the user has not allowed the change.
+        """
         if found.size != self.size:
             if self.may_change:
                 return True

@@ -167,7 +167,9 @@ class BoundedProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """Start a timer for the connection; if connections are too many, close the oldest incomplete one."""
+        """Start the timer that closes the connection after ``CONNECTION_SECONDS``. If there are too many
+        connections, close the oldest connection whose request has not arrived completely.
+        """
         super().connection_made(transport)
         self._deadline = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:

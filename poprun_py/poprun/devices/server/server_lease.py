@@ -160,7 +160,8 @@ class ServerClaim(Claim):
 
 @contextmanager
 def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
-    """A context in which a process renews a lease; its value is the descriptor that keeps the process running.
+    """A context in which a child process renews a lease. The context's value is the descriptor of a pipe: the
+    child process runs as long as poprun or an agent keeps this descriptor open.
 
     If poprun and all agents here are killed, the process renews the lease for ``linger_seconds`` more.
     """

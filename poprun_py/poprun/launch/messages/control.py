@@ -178,7 +178,9 @@ def receive_descriptors(
 
 
 class Link:
-    """The connection between poprun and one agent or monitor; it owns the socket. A TCP link has a ``seal``."""
+    """A connection by a socket between poprun and an agent (poprun's process on a host that starts instances) or a
+    monitor. A TCP connection has a ``seal``, which authenticates each line.
+    """
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
         self.connection = connection

@@ -63,7 +63,9 @@ class JobTime:
 
 
 def find_job_time(attempts: Sequence[AttemptRecord]) -> JobTime:
-    """Return the time of a job, divided into parts for each instance, over all ``attempts``."""
+    """Return the elapsed time of a job over all ``attempts``, and for each instance how many seconds of this time
+    belong to each of the ``PARTS``, such as data, compute and communication.
+    """
     times = [dict.fromkeys(PARTS, 0.0) for _ in attempts[0].instances]
     began = offsets(attempts)
     ended_seconds = 0.0
