@@ -255,6 +255,8 @@ def _as_it_is(fetched: Any) -> Any:
 
 
 def _to_the_loop(fetched: Any) -> tuple[Share, SentContents]:
-    """Return the message from a worker to the loop: the share, and the pickled contents."""
+    """Return what a worker process sends to the program's loop: this instance's share of a step (the indices of
+    its samples), and the pickled samples.
+    """
     share, contents = fetched
     return share, SentContents(contents)

@@ -47,8 +47,8 @@ class _ExactSum:
         return f"{self.num_units:x} {self.infinite}"
 
     def add_words(self, num_units: str, infinite: str) -> None:
-        """Add the exact sum of another instance to this sum; ``num_units`` and ``infinite`` are the two words of
-        the text that ``str()`` of the other sum returns.
+        """Add the exact sum of another instance to this sum. The other instance sends its sum as two words: the
+        finite part ``num_units``, a hexadecimal number of units, and ``infinite``, which is 0, inf or nan.
         """
         self.num_units += int(num_units, 16)
         self.infinite += float(infinite)

@@ -73,7 +73,8 @@ def choose_parallelism(request: LaunchRequest) -> Parallelism:
 
 
 def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple[LaunchRequest, bool]:
-    """Return ``request`` with the numbers that its mapping implies, and whether its instances are now known.
+    """Return ``request`` with the numbers of replicas and instances that follow from the request's mapping, and
+    whether the number of instances is now known.
 
     The argument ``size`` is the number of instances of a replica. Raises PlanError if counts contradict the
     mapping.

@@ -200,7 +200,9 @@ class Reduction:
 def _can_add_in_one_pass(
     rows: Sequence[Tensor], op: Op, outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]
 ) -> bool:
-    """Return whether C can add the rows: two or four rows of floats, in the usual order, into themselves."""
+    """Return whether the C extension can add ``rows`` in one pass: two or four rows of float32 or float64, added
+    in the order of :func:`additions`, if the results replace the rows.
+    """
     is_sum = op in ("sum", "mean") and rows[0].dtype in (torch.float32, torch.float64)
     is_into_rows = [(row.data_ptr(), row.dtype) for row in outputs] == [
         (row.data_ptr(), row.dtype) for row in rows

@@ -265,7 +265,9 @@ class TorchBackend:
         return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_kinds else None
 
     def _collectives(self) -> HostCollectives | SeveralHosts:
-        """Return the collectives for CPU tensors; a part of a job makes its shared memory in the first call."""
+        """Return the object that runs collectives on CPU tensors. If the group is a part of the job's instances,
+        the first call makes the shared memory of these instances.
+        """
         if self._is_whole_job:
             return self._connections.collectives
         shared = self._subsets.of(self.instances)

@@ -411,7 +411,9 @@ class NormExchange:
             self._gather([1.0])
 
     def _numbers_of(self, own: NodeSums) -> list[float]:
-        """Return the numbers that this instance sends: zeros for parameters without a gradient."""
+        """Return the partial sums, of all parameters in turn, that this instance sends to the other instances; a
+        parameter without a gradient has zeros.
+        """
         mine = self._group.backend.instance_index
         numbers: list[float] = []
         for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):

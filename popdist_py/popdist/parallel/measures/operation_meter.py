@@ -208,7 +208,9 @@ class OperationMeter:
         stretch.add("matmul_flops", work, divided=weight is not None and weight.divided)
 
     def _count_weight(self, weight: Weight, tensor: Tensor, made: Storage) -> None:
-        """Count a product with a weight; a tensor group divides this weight by columns and the next by rows."""
+        """Count a matrix product with ``weight`` in the current stretch of the model. The devices of a tensor
+        group divide the weights of successive products: one weight by columns, and the next weight by rows.
+        """
         stretch = self.stretches[-1]
         stretch.num_products += 1
         stretch.parts[-1] += weight.numel

@@ -280,7 +280,9 @@ def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest],
 
 
 def _size(content: Nest, *, is_weighed: bool) -> int:
-    """Return the number of samples of a micro batch; 0 for None, and 1 for any other if weights are given."""
+    """Return the number of samples in the micro batch ``content``; 0 if ``content`` is None. If the program gave
+    weights for the micro batches, return 1 for any content but None.
+    """
     if content is None:
         return 0
     return 1 if is_weighed else count_samples(content)

@@ -112,7 +112,7 @@ class ModelSteps:
         self._register_on_all_instances()
 
     def _register_on_all_instances(self) -> None:
-        """Record that all instances have this model, so that it is no copy of one instance alone."""
+        """Record that every instance has made this model. A copy that one instance makes has no such record."""
         self._is_joint = True
         joint_modules[self] = self._state.reference
 

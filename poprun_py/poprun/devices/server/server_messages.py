@@ -61,7 +61,7 @@ class LeaseRequest:
 
     @property
     def holder(self) -> Holder:
-        """The client as the holder of the lease, as the server's pool records it."""
+        """The client that asks for the lease, as the server's pool records the holder of a lease."""
         return Holder(
             pid=self.pid,
             start_ticks=self.start_ticks,
