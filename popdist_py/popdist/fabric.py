@@ -13,15 +13,12 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from popdist.errors import BatchError, WeightsError
+from popdist.errors import BatchError, WeightsError, whole_number
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, row_loader
 from popdist.trainers.loop_turns import LoopTurns
-from popdist.trainers.replica_steps import ReplicaSteps
-
-_STATES = "popdist_replica_random_states"
-"""The key of a checkpoint under which the random states of all replicas lie."""
+from popdist.trainers.replica_steps import STATES_KEY, ReplicaSteps
 
 
 class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
@@ -41,14 +38,15 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     Raises:
         BatchError: For what is not the same for any number of instances: two calls of ``fabric.backward`` in one
-            turn, a closure, gradients accumulated without ``accumulation``, loaders that deal no samples.
+            turn, a closure, gradients accumulated without ``accumulation``, loaders that deal no samples, numbers
+            of batches that are no multiple of ``accumulation``.
         WeightsError: For a second model that is trained.
     """
 
     def __init__(self, accumulation: int = 1, **options: Any) -> None:
         options.setdefault("cluster_environment", JobEnvironment())
         super().__init__(**options)
-        self.accumulation = accumulation
+        self.accumulation = whole_number("accumulation", accumulation, BatchError)
         self.steps: ReplicaSteps | None = None
         self._turns: LoopTurns | None = None
         if self.has_replicas:
@@ -96,6 +94,11 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         """Yield each replica's batches in turn to a training loop, which then computes as this replica."""
         if self.steps is None or self._turns is None:
             raise BatchError("no model was set up: call fabric.setup(model, optimizer) before the loop")
+        if len(rows) % self.accumulation:
+            raise BatchError(
+                f"FabricStrategy(accumulation={self.accumulation}), and each replica has {len(rows)} batches, so "
+                "the last step would be incomplete: choose a dataset or a batch_size that makes all steps complete"
+            )
         taken = iter(rows)
         self.steps.begin_epoch()
         steps = iter(lambda: list(islice(taken, self.accumulation)), [])
@@ -157,13 +160,13 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint with the random states of all replicas."""
         if self.steps is not None:
-            state = {**state, _STATES: self.steps.gather_states()}
+            state = {**state, STATES_KEY: self.steps.gather_states()}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, which may come from a job with another number of instances."""
         rest: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
-        if (states := rest.pop(_STATES, None)) is not None and self.steps is not None:
+        if (states := rest.pop(STATES_KEY, None)) is not None and self.steps is not None:
             self.steps.randomness.load_state_dict(states)
         return rest
 
@@ -201,6 +204,8 @@ class TurnLoader:
         steps = self._strategy.steps
         self._evaluates = steps is None or not steps.model.module.training or not torch.is_grad_enabled()
         if self._evaluates:
+            if steps is not None:
+                steps.draw_of_loader()  # as each process of Fabric does
             return iter(self._loader) if self._rows is None else (batch for row in self._rows for batch in row)
         if self._rows is None:
             raise BatchError(

@@ -6,12 +6,13 @@ Needs the package ``lightning``. One line changes: ``Trainer(strategy=popdist.li
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,10 +26,7 @@ from popdist.step.training.ddp_answers import refuse_options
 from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, ReplicaRow, RowLoader, row_loader
 from popdist.trainers.replica_logs import LoggedValue, Logs, combine_logs
 from popdist.trainers.replica_rows import ReplicaScopes
-from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps
-
-_STATES = "popdist_replica_random_states"
-"""The key of a checkpoint under which the random states of all replicas lie."""
+from popdist.trainers.replica_steps import STATES_KEY, ReplicaBatch, ReplicaSteps
 
 
 class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
@@ -78,9 +76,45 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         """Set up the model and the optimizers. Raises BatchError if replicas cannot replace processes here."""
         if self.has_replicas and trainer.state.fn == TrainerFn.FITTING:
             _refuse(trainer, self.lightning_module)
-            if not any(isinstance(callback, _SameSteps) for callback in trainer.callbacks):
-                trainer.callbacks.append(_SameSteps())
+            for name in _HOOKS:
+                setattr(self.lightning_module, name, self._then_share(getattr(self.lightning_module, name)))
         super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Remove the wrappers of the module's hooks."""
+        if self.lightning_module is not None:
+            for name in _HOOKS:
+                self.lightning_module.__dict__.pop(name, None)
+        super().teardown()
+
+    def _then_share(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls ``hook``, after which Lightning may stop, and then asks all instances."""
+
+        @wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = hook(*args, **kwargs)
+            self._share_wish_to_stop()
+            return result
+
+        return call
+
+    def _share_wish_to_stop(self) -> None:
+        """Stop the training on all instances if one instance asks to stop."""
+        group = context.data_parallel_group()
+        if len(group.instances) > 1:
+            wishes = group.start("share the wish to stop", [int(self._trainer.should_stop)]).wait()
+            self._trainer.should_stop = any(wish for (wish,) in wishes)
+
+    def on_train_start(self) -> None:
+        """Check that all instances train with equal arguments. Raises CollectiveError if the Trainers differ."""
+        if self.has_replicas:
+            values = ", ".join(f"{name}={getattr(self._trainer, name)}" for name in _OF_TRAINER)
+            context.data_parallel_group().agree(f"Trainer({values}).fit({type(self.lightning_module).__name__})")
+
+    def on_validation_end(self) -> None:
+        """Stop the training on all instances if one instance asks to stop after its validation."""
+        if self.has_replicas:
+            self._share_wish_to_stop()
 
     def _setup_model(self, model: nn.Module) -> Any:
         if not self.has_replicas:
@@ -102,7 +136,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             return dataloader
         if trainer.training:
             return RowLoader(rows, self._begin_epoch, self._accumulation)
-        return RowLoader(rows, lambda _first: None, lambda _position: 1)
+        return RowLoader(rows, self._begin_evaluation, lambda _position: 1)
 
     def _steps_now(self) -> ReplicaSteps | None:
         """Return the replicas' steps; None in a sanity check, which must not change the random states."""
@@ -121,6 +155,11 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             self._load_states()
         self._steps.begin_epoch()
         self._load_states()
+
+    def _begin_evaluation(self, _first: int) -> None:
+        """Let the replicas draw what a process draws when an evaluation begins."""
+        if (steps := self._steps_now()) is not None:
+            steps.draw_of_loader()
 
     def _load_states(self) -> None:
         states, self._saved_states = self._saved_states, None
@@ -254,14 +293,14 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint with the random states of all replicas."""
         if self._steps is not None:
-            checkpoint[_STATES] = self._steps.gather_states()
+            checkpoint[STATES_KEY] = self._steps.gather_states()
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, which may come from a job with another number of instances."""
         loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         if self._trainer.state.fn == TrainerFn.FITTING:
-            self._saved_states = loaded.get(_STATES)
+            self._saved_states = loaded.get(STATES_KEY)
         return loaded
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -272,23 +311,8 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return nullcontext()
 
 
-class _SameSteps(Callback):  # type: ignore[misc]  # Lightning has no types
-    """A callback that keeps all instances in the same steps: if one instance stops the training, all stop."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that all instances train with equal arguments. Raises CollectiveError if the Trainers differ."""
-        values = ", ".join(f"{name}={getattr(trainer, name)}" for name in _OF_TRAINER)
-        context.data_parallel_group().agree(f"Trainer({values}).fit({type(pl_module).__name__})")
-
-    def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
-        """Stop the training on all instances if a callback of one instance asks to stop."""
-        group = context.data_parallel_group()
-        if len(group.instances) > 1:
-            wishes = group.start("share the wish to stop", [int(trainer.should_stop)]).wait()
-            trainer.should_stop = any(wish for (wish,) in wishes)
-
-    on_validation_end = on_train_epoch_end = on_train_batch_end
-
+_HOOKS = ("on_train_batch_end", "on_train_epoch_end")
+"""The hooks of a LightningModule after which Lightning looks whether to stop the training."""
 
 _OF_TRAINER = ("max_steps", "max_epochs", "accumulate_grad_batches", "num_training_batches", "gradient_clip_val")
 """The attributes of Lightning's Trainer that must be equal on all instances."""

@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.running import Finished, Poprun
 
 
@@ -141,22 +143,181 @@ for call in (by_hand, twice, two_models, sampler, batch_sampler, uneven, dispatc
         print(f"{call.__name__}: nothing was refused")
 """
 
+REFUSED_OF_LIGHTNING = """
+import logging, sys, warnings
+import lightning, popdist.fabric, popdist.lightning, torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-def test_what_has_no_bits_is_refused_by_name(poprun: Poprun, tmp_path: Path) -> None:
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+data = TensorDataset(torch.ones(32, 4))
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch):
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(4),)] * 16)
+
+def fit(loader=None, strategy=None, hooks=None, **options):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    strategy = popdist.lightning.ReplicatedStrategy(**strategy or {})
+    trainer = lightning.Trainer(strategy=strategy, max_epochs=1, accelerator="cpu", **quiet, **options)
+    module = type("Mine", (Module,), hooks or {})()
+    trainer.fit(module, DataLoader(data, batch_size=4) if loader is None else loader)
+
+def manual():
+    fit(hooks={"automatic_optimization": False})
+
+def sync_batchnorm():
+    fit(sync_batchnorm=True)
+
+def iterable():
+    fit(DataLoader(Endless(), batch_size=4))
+
+def sampler():
+    fit(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
+
+def no_sampler():
+    fit(use_distributed_sampler=False)
+
+def two_loaders():
+    fit([DataLoader(data, batch_size=4)] * 2)
+
+def before_transfer():
+    fit(hooks={"on_before_batch_transfer": lambda self, batch, dataloader_idx: batch})
+
+def averaging():
+    fit(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
+
+def no_loss():
+    fit(hooks={"training_step": lambda self, batch: None})
+
+def an_iterator():
+    fit(hooks={"training_step": lambda self, dataloader_iter: None})
+
+def an_option():
+    fit(strategy={"find_unused_parameters": True})
+
+def a_hook():
+    fit(hooks={"on_train_batch_start": lambda self, batch, batch_idx: batch[0].mean()})
+
+def begin(accumulation=1):
+    fabric = Fabric(strategy=popdist.fabric.FabricStrategy(accumulation), accelerator="cpu")
+    fabric.launch()
+    net = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return fabric, model, optimizer, fabric.setup_dataloaders(DataLoader(data, batch_size=4))
+
+def twice():
+    fabric, model, _, loader = begin()
+    for (x,) in loader:
+        fabric.backward(model(x).mean())
+        fabric.backward(model(x).mean())
+
+def by_hand():
+    fabric, model, optimizer, loader = begin()
+    for number, (x,) in enumerate(loader):
+        fabric.backward(model(x).mean())
+        if number % 4 == 3:
+            optimizer.step()
+
+def incomplete():
+    *_, loader = begin(3)
+    next(iter(loader))
+
+def closure():
+    fabric, model, optimizer, loader = begin()
+    for (x,) in loader:
+        optimizer.step(lambda: fabric.backward(model(x).mean()))
+
+def second_model():
+    begin()[0].setup(nn.Linear(2, 2))
+
+def endless():
+    fabric, *_ = begin()
+    next(iter(fabric.setup_dataloaders(DataLoader(Endless(), batch_size=4))))
+
+def left():
+    fabric, model, optimizer, loader = begin()
+    for _ in range(2):
+        for (x,) in loader:
+            fabric.backward(model(x).mean())
+            optimizer.step()
+            break
+
+def no_number():
+    begin(0)
+
+calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
+calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
+calls += left, no_number
+for call in calls:
+    try:
+        call()
+    except Exception as error:
+        print(f"{call.__name__}: {type(error).__name__}: {error}")
+    else:
+        print(f"{call.__name__}: nothing was refused")
+"""
+LIGHTNING = "BatchError: popdist.lightning.ReplicatedStrategy with 2 replicas: "
+SAYS = {
+    "by_hand": "BatchError: optimizer.step() was not called",
+    "twice": "BatchError: accelerator.backward() was called twice",
+    "two_models": "WeightsError: popdist.accelerate.Accelerator prepares one model",
+    "sampler": "BatchError: the loader has a DistributedSampler",
+    "batch_sampler": "BatchError: the loader has a DistributedSampler",
+    "uneven": "BatchError: even_batches=False",
+    "dispatched": "BatchError: dispatch_batches=True",
+}
+LIGHTNING_SAYS = {
+    "manual": f"{LIGHTNING}automatic_optimization=False",
+    "sync_batchnorm": f"{LIGHTNING}sync_batchnorm=True",
+    "iterable": "BatchError: DataLoader with the sampler _InfiniteConstantSampler",
+    "sampler": "BatchError: DataLoader with the sampler DistributedSampler",
+    "no_sampler": "BatchError: DataLoader with the sampler SequentialSampler",
+    "two_loaders": "BatchError: training_step would get list",
+    "before_transfer": f"{LIGHTNING}on_before_batch_transfer",
+    "averaging": f"{LIGHTNING}StochasticWeightAveraging",
+    "no_loss": "BatchError: training_step returned None",
+    "an_iterator": "BatchError: training_step would get _DataFetcherWrapper",
+    "an_option": "WeightsError: ReplicatedModel(..., find_unused_parameters=...)",
+    "a_hook": "BatchError: a hook of Lightning reads its batch",
+    "twice": "BatchError: fabric.backward() was called twice",
+    "by_hand": "BatchError: optimizer.step() was not called",
+    "incomplete": "BatchError: FabricStrategy(accumulation=3), and each replica has 4 batches",
+    "closure": "BatchError: optimizer.step(closure)",
+    "second_model": "WeightsError: popdist.fabric.FabricStrategy sets up one model",
+    "endless": "BatchError: the loader deals no samples to replicas",
+    "left": "BatchError: the loop over the loader was left",
+    "no_number": "BatchError: accumulation=0",
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [(REFUSED, SAYS), (REFUSED_OF_LIGHTNING, LIGHTNING_SAYS)],
+    ids=["accelerate", "lightning"],
+)
+def test_what_has_no_bits_is_refused_by_name(
+    poprun: Poprun, tmp_path: Path, program: str, says: dict[str, str]
+) -> None:
     """Each error says what to write, before a weight has changed."""
-    program = tmp_path / "refused.py"
-    program.write_text(REFUSED, encoding="utf-8")
+    script = tmp_path / "refused.py"
+    script.write_text(program, encoding="utf-8")
 
-    finished = poprun("--num-instances", "1", "--num-replicas", "2", sys.executable, str(program)).succeeded()
+    finished = poprun("--num-instances", "1", "--num-replicas", "2", sys.executable, str(script)).succeeded()
 
     said = dict(line.split(": ", 1) for line in _lines(finished, "") if ": " in line)
-    expected = {
-        "by_hand": "BatchError: optimizer.step() was not called",
-        "twice": "BatchError: accelerator.backward() was called twice",
-        "two_models": "WeightsError: popdist.accelerate.Accelerator prepares one model",
-        "sampler": "BatchError: the loader has a DistributedSampler",
-        "batch_sampler": "BatchError: the loader has a DistributedSampler",
-        "uneven": "BatchError: even_batches=False",
-        "dispatched": "BatchError: dispatch_batches=True",
-    }
-    assert {name: said[name][: len(words)] for name, words in expected.items()} == expected
+    assert {name: said[name][: len(words)] for name, words in says.items()} == says

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler
 
 from popdist.errors import BatchError
@@ -86,6 +87,13 @@ class ReplicaRow:
         self.micro_batches = micro_batches
         self._first = first
         self._logs = logs
+
+    def __getitem__(self, index: object) -> None:
+        """Raise BatchError, because a hook that unpacks a batch would see the batches of all replicas."""
+        raise BatchError(
+            "a hook of Lightning reads its batch, which here holds a batch for each replica of this instance: "
+            "read the batch in training_step"
+        )
 
     def batch_idx(self, micro_batch: ReplicaBatch) -> int:
         """Return the number that ``micro_batch`` has among the batches of its replica in this epoch."""
@@ -179,7 +187,7 @@ def row_loader(
     scopes = ReplicaScopes(steps, replicas, loader.worker_init_fn)
     return DataLoader(
         RowDataset(loader.dataset, loader.collate_fn, scopes, replicas),
-        batch_sampler=DealtRows([_batches_of(batch_sampler, replica) for replica in replicas]),
+        batch_sampler=DealtRows({it: _batches_of(batch_sampler, it) for it in replicas}, scopes),
         collate_fn=cast("Any", same_row),
         **{name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")},
     )
@@ -190,4 +198,6 @@ def _batches_of(batch_sampler: Any, replica: int) -> Any:
     batches = copy.copy(batch_sampler)
     batches.sampler = copy.copy(batch_sampler.sampler)
     batches.sampler.rank = replica
+    if isinstance(batches.sampler, DistributedSamplerWrapper):  # its dataset is the order that a sampler has drawn
+        batches.sampler.dataset = copy.copy(batches.sampler.dataset)
     return batches

@@ -41,18 +41,19 @@ def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
 
     Returns:
         For a shared value, the mean (sum, maximum, minimum) over all replicas, added in the order of the replicas,
-        so that the result is bitwise equal for any number of instances. Otherwise the value of the first replica
-        of this instance.
+        so that the result is bitwise equal for any number of instances. For another value that has a number of
+        samples, the value of replica 0, because a callback may decide by this value, and all instances must decide
+        alike. Otherwise the value of the first replica of this instance.
 
     Raises:
         BatchError: If two replicas have logged different names.
     """
     first = logs_of_replicas[0]
-    names = [name for name, logged in first.items() if logged.is_shared]
+    names = [name for name, logged in first.items() if _is_gathered(logged)]
     if not names:
         return first
     own = [
-        {name: (_as_number(it.value), it.size) for name, it in logs.items() if it.is_shared}
+        {name: (_as_number(it.value), it.size) for name, it in logs.items() if _is_gathered(it)}
         for logs in logs_of_replicas
     ]
     gathered = gather_json(context.data_parallel_group(), "combine the logged values of replicas", own)
@@ -60,13 +61,20 @@ def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
     for values in of_replicas:
         if values.keys() != set(names):
             raise BatchError(
-                f"replicas have logged different names with sync_dist=True: {sorted(values)} and {sorted(names)}. "
-                "Log the same names for each batch"
+                f"replicas have logged different names: {sorted(values)} and {sorted(names)}. With sync_dist=True "
+                "or on_epoch=True, and in an evaluation, log the same names for each batch"
             )
     return {
-        name: _combined(it, [values[name] for values in of_replicas]) if it.is_shared else it
+        name: _combined(it, [values[name] for values in of_replicas[: None if it.is_shared else 1]])
+        if name in names
+        else it
         for name, it in first.items()
     }
+
+
+def _is_gathered(logged: LoggedValue) -> bool:
+    """Whether all instances need the value ``logged`` of other replicas."""
+    return logged.is_shared or logged.size is not None
 
 
 def _as_number(value: Any) -> float | int:

@@ -59,35 +59,6 @@ class RowSampler(Sampler[list[list[int]]]):
             yield list(row)
 
 
-class DealtRows(Sampler[list[list[int]]]):
-    """A sampler that yields, for each step, a list of sample indices from the batch sampler of each replica.
-
-    Attributes:
-        first: The number of rows that the next pass leaves out at its beginning.
-    """
-
-    def __init__(self, batch_samplers: list[Any]) -> None:
-        self.batch_samplers = batch_samplers
-        self.first = 0
-
-    @property
-    def sampler(self) -> "DealtRows":
-        """The object itself, because Lightning calls the method ``set_epoch`` of the attribute ``sampler``."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers of all replicas the number of the epoch."""
-        for batch_sampler in self.batch_samplers:
-            batch_sampler.sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        """Return the number of batches of one replica in a whole pass."""
-        return len(self.batch_samplers[0])
-
-    def __iter__(self) -> Iterator[list[list[int]]]:
-        return map(list, islice(zip(*self.batch_samplers, strict=True), self.first, None))
-
-
 class _Batches:
     """The batches of one pass over ``batch_sampler``, from which several samplers take their batches."""
 
@@ -139,6 +110,48 @@ class ReplicaScopes:
         randomness = ReplicaRandomness(0, range(replica, replica + 1))
         randomness.begin_as_program(torch.device("cpu"))
         return randomness
+
+
+class DealtRows(Sampler[list[list[int]]]):
+    """A sampler that yields, for each step, a list of sample indices from the batch sampler of each replica.
+
+    Attributes:
+        first: The number of rows that the next pass leaves out at its beginning.
+    """
+
+    def __init__(self, batch_samplers: dict[int, Any], scopes: ReplicaScopes) -> None:
+        self.batch_samplers = batch_samplers
+        self.first = 0
+        self._scopes = scopes
+
+    @property
+    def sampler(self) -> "DealtRows":
+        """The object itself, because Lightning calls the method ``set_epoch`` of the attribute ``sampler``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers of all replicas the number of the epoch."""
+        for batch_sampler in self.batch_samplers.values():
+            batch_sampler.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of batches of one replica in a whole pass."""
+        return min(map(len, self.batch_samplers.values()))
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        dealt = [self._as_replica(replica, batches) for replica, batches in self.batch_samplers.items()]
+        return map(list, islice(zip(*dealt, strict=True), self.first, None))
+
+    def _as_replica(self, replica: int, batches: Any) -> Iterator[list[int]]:
+        """Yield the batches of ``replica``, each drawn with the random state of the replica."""
+        passed: Any = None
+        while True:
+            with self._scopes.of(replica):
+                passed = iter(batches) if passed is None else passed
+                batch = next(passed, None)
+            if batch is None:
+                return
+            yield batch
 
 
 @dataclass

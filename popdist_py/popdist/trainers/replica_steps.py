@@ -20,7 +20,8 @@ from popdist.step.training.replicated_model import ReplicatedModel
 
 _FILE = "replica_random_states.bin"
 """The name of the file with the random states of all replicas, in the folder of a checkpoint."""
-
+STATES_KEY = "popdist_replica_random_states"
+"""The key of the random states of all replicas, in a checkpoint that is a dict."""
 
 _LEFT = (
     "the loop over the loader was left in the middle of an optimizer step. Leave the loop after a step has acted: "
