@@ -3,7 +3,7 @@
     python benchmarks/sizing.py --plot sizing.png
     python benchmarks/sizing.py --fit  # finds the constants again; a few minutes
 
-Each row of ``benchmarks/data/planner`` becomes one of ``poprun-size --cases``; the README there names sources.
+Each row of ``benchmarks/data/planner`` is predicted as ``poprun-size`` predicts; the README there names sources.
 A group has rows that are equal in all but tensor, pipeline, replicas and micro batch, and at least five of them.
 It needs scipy, and ``--plot`` matplotlib.
 """
@@ -107,7 +107,7 @@ def _megatron_goals() -> list[Goal]:
 
 
 def _memory_goals() -> list[Goal]:
-    once, twice = ([case.predicted.fits for case in mpt_cases(n) if case.predicted] for n in (1, 2))
+    once, twice = ([case.predicted.fits for case in mpt_cases(n)] for n in (1, 2))
     eager, compiled = (
         [pair.error for pair in titan_pairs() if ("eager" in pair.row["extra"]) == is_eager]
         for is_eager in (True, False)
@@ -171,8 +171,8 @@ def fits_table() -> str:
         (
             f"{row['Model']} on {row['# GPUs']} {row['GPU']}, {row['SeqLen (T)']} tokens",
             row["MicroBatchSize"],
-            *(f"{case.predicted.memory.total / GIB:.1f}" for case in (once, twice) if case.predicted),
-            f"{once.predicted.workload.limit_bytes / GIB:.1f}" if once.predicted else "",
+            *(f"{case.predicted.memory.total / GIB:.1f}" for case in (once, twice)),
+            f"{once.predicted.workload.limit_bytes / GIB:.1f}",
         )
         for row, once, twice in zip(rows_of("fits_mpt.csv"), mpt_cases(1), mpt_cases(2), strict=True)
     ]

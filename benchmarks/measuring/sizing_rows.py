@@ -1,7 +1,6 @@
-"""Rows that others measured or published as rows of ``poprun-size --cases``, with what is predicted of each."""
+"""Rows that others measured or published, with what is predicted of each."""
 
 import csv
-import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +10,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
+from measuring.sizing_cases import Case, predict_row
 from scipy.stats import spearmanr
 
-from popsize.cases import Case, predict_cases
 from popsize.catalogue import named_model
 from popsize.constants import CONSTANTS, Constants
 from popsize.duration import duration_of
@@ -73,16 +72,8 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def cases_of(rows: Sequence[Row]) -> tuple[Case, ...]:
-    """What ``poprun-size --cases`` predicts of ``rows``."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    found = predict_cases(out.getvalue(), MACHINES)
-    if wrong := [f"line {case.line}: {case.error}" for case in found if case.error]:
-        raise SystemExit("\n".join(wrong))
-    return found
+    """The predictions for ``rows``."""
+    return tuple(predict_row(row, MACHINES) for row in rows)
 
 
 def step_cases(name: str) -> list[Timed]:
@@ -98,8 +89,6 @@ def step_cases(name: str) -> list[Timed]:
 
 def seconds_of(case: Case, constants: Constants = CONSTANTS) -> float:
     """What is predicted of a case with these constants."""
-    if case.predicted is None:
-        raise SystemExit(f"line {case.line}: {case.error}")
     return duration_of(replace(case.predicted.workload, constants=constants), case.predicted.mapping).total
 
 
@@ -207,9 +196,7 @@ def megatron_seconds(constants: Constants = CONSTANTS) -> list[Pair]:
 
 def megatron_activations(**settings: str) -> list[float]:
     """GiB of activations of the four models; without embedding and logits, as the paper counts."""
-    return [
-        case.predicted.memory.activations / GIB for case in cases_of(megatron_rows(**settings)) if case.predicted
-    ]
+    return [case.predicted.memory.activations / GIB for case in cases_of(megatron_rows(**settings))]
 
 
 def megatron_memory() -> list[tuple[str, Pair]]:
@@ -220,7 +207,6 @@ def megatron_memory() -> list[tuple[str, Pair]]:
     state = [
         (case.predicted.memory.weights + case.predicted.memory.gradients + case.predicted.memory.optimizer) / GIB
         for case in cases_of(megatron_rows(**none))
-        if case.predicted
     ]
     columns = {
         "gib_params_and_optimizer": state,
@@ -300,7 +286,6 @@ def titan_pairs() -> list[Pair]:
     return [
         Pair(row=row, measured=float(row["mem_gib"]), predicted=case.predicted.memory.total / GIB)
         for row, case in zip(rows, cases_of(asked), strict=True)
-        if case.predicted
     ]
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import click
-from click.core import ParameterSource
 
 from popdist.ground.contract import VERSION
 from poprun.errors import OutputError, PlanError, UsageError
@@ -18,7 +17,6 @@ from poprun.plan.topology import Gpu
 from poprun.text.atomic_file import check_target, write_whole
 from poprun.text.input_files import parse_json, parse_yaml, read_text
 from poprun.text.screen import log, print_out, run_click, width
-from popsize.cases import COLUMNS, cases_text, header_of, predict_cases
 from popsize.catalogue import MODELS, config_model, model_of, named_model
 from popsize.errors import SizingError
 from popsize.hardware import (
@@ -39,7 +37,6 @@ from popsize.search import Answer, Candidate, nearest_changes, predict, search
 from popsize.tables import answer_csv, answer_json, answer_table, explanation
 
 _MEASURE_SECONDS: Final = 60
-_MOST_ERRORS: Final = 20
 _LEAST_WIDTH: Final = 80  # columns of a table; a narrower terminal wraps its lines
 
 _EPILOG: Final = f"""
@@ -48,8 +45,6 @@ Words of --fix and --explain: {", ".join(f.name for f in fields(SizeMapping))}.
 Numbers of a model: {", ".join(f.name for f in fields(Transformer))}.
 
 Figures of a machine in the file of --machines: tflops, {", ".join(FIGURES)}.
-
-Columns of --cases: {", ".join(COLUMNS)}.
 
 The table: the share of the devices' peak that the model's operations use; the GiB on the fullest device; tensor
 (tp), pipeline (pp), replicas (dp); samples of a micro batch, and how many of them a replica adds up.
@@ -65,7 +60,6 @@ Examples:
       --explain tensor=8 --format json
   poprun-size --model config.json --devices 64xH100 \\
       --global-batch 512 --save mapping.json
-  poprun-size --cases rows.csv --format csv
 """
 
 
@@ -168,9 +162,6 @@ def main() -> None:
     type=click.Path(dir_okay=False),
     help="Write the first, or the explained one, to a file that poprun --parallelism takes.",
 )
-@click.option(
-    "--cases", metavar="FILE", type=click.Path(exists=True, dir_okay=False), help="Predict each row of a CSV file."
-)
 def size(**words: Any) -> None:
     """Say which mappings of a model to devices fit, and which is fastest.
 
@@ -183,11 +174,7 @@ def size(**words: Any) -> None:
     asked = _Asked(**words)
     try:
         machines = {} if asked.machines is None else _described_machines(asked.machines)
-        if asked.cases is not None:
-            _refuse_beside_cases(click.get_current_context())
-            _print_cases(asked.cases, machines)
-        else:
-            _print_mappings(asked, _workload(asked, machines))
+        _print_mappings(asked, _workload(asked, machines))
     except SizingError as error:
         raise PlanError(str(error)) from None
 
@@ -215,25 +202,12 @@ class _Asked:
     top: int
     form: str
     save: str | None
-    cases: str | None
 
     def values(self, words: str = "") -> dict[str, Any]:
         """Return the values of a mapping that the user has fixed with options or in ``words``, by name."""
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
         given = [f"{name}={number}" for name, number in sizes.items() if number is not None]
         return parse_mapping(",".join([*self.fix, *given, words]))
-
-
-def _refuse_beside_cases(context: click.Context) -> None:
-    """Raise UsageError if the user gave an option that --cases, which predicts the rows of a file, cannot use."""
-    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    words = {"numbers": "the numbers", "form": f"--format {context.params['form']}"}
-    taken = ("cases", "machines", "top", *(["form"] if context.params["form"] in ("table", "csv") else []))
-    shown = [words.get(name, f"--{name.replace('_', '-')}") for name in given if name not in taken]
-    if shown:
-        raise UsageError(
-            f"--cases takes all from the rows of its file and prints CSV: leave out {', '.join(shown)}"
-        )
 
 
 def _workload(asked: _Asked, machines: Mapping[str, Machine]) -> Workload:
@@ -328,19 +302,6 @@ def _save(path: str, content: str) -> None:
         write_whole(path, content)
     except (OSError, ValueError) as error:
         raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _print_cases(path: str, machines: Mapping[str, Machine]) -> None:
-    """Print each row of the CSV file ``path`` with its prediction, then raise PlanError if some rows are wrong."""
-    text = read_text(path, "--cases")
-    try:
-        found = predict_cases(text, machines)
-        print_out(cases_text(found, header_of(text)))
-    except SizingError as error:
-        raise PlanError(f"{path}: {error}") from None
-    if wrong := [f"{path}, line {case.line}: {case.error}" for case in found if case.error]:
-        rest = [f"and {len(wrong) - _MOST_ERRORS} more"] if len(wrong) > _MOST_ERRORS else []
-        raise PlanError("\n".join([*wrong[:_MOST_ERRORS], *rest]))
 
 
 def _model(name: str | None, numbers: tuple[str, ...]) -> Model:

@@ -9,7 +9,7 @@ from tests.architecture.source_tree import words
 
 _LOWEST_FIRST: Final = {
     "popsize": "errors phases svg < hardware model < constants stages < catalogue < mapping < footprint < duration"
-    " < search < cases tables < picture",
+    " < search < tables < picture",
     "poprun": "errors makers < text < plan < launch < hosts < devices < observe < job < cli vipu < outcome"
     " < attempts < start size < command < __main__",
     "poprun.observe": "account < judge < show",

@@ -108,7 +108,6 @@ def test_what_is_fixed_is_kept() -> None:
         ((*ASKED, "--memory-limit", "500MB"), "in place of 0.47, for"),
         ((*ASKED, "--memory-limit", "0.5"), "what would fit:\n  devices of "),
         ((*ASKED, "--precision", "int4"), "Invalid value for '--precision'"),
-        ((*ASKED, "--cases", "no-such-file.csv"), "'no-such-file.csv' does not exist"),
     ],
 )
 def test_what_cannot_be_planned(words: tuple[str, ...], said: str) -> None:
@@ -123,7 +122,7 @@ def test_files_that_describe_nothing(tmp_path: Path) -> None:
         "broken.json": "{",
         "machines.yaml": "box: 8\n",
         "broken.yaml": "a: [",
-        "binary.csv": "\udcff",
+        "binary.json": "\udcff",
         "deep.json": "[" * 200_000,
         "deep.yaml": "[" * 5000,
         "date.yaml": "box: 2020-13-45\n",
@@ -142,7 +141,7 @@ def test_files_that_describe_nothing(tmp_path: Path) -> None:
     assert "--model none.json: No such file or directory" in said("--model", "none.json")
     assert "machines.yaml: box has no figures below it" in said("--machines", "machines.yaml", "--model", "gpt2")
     assert "broken.yaml is not YAML" in said("--machines", "broken.yaml", "--model", "gpt2")
-    assert "binary.csv: line 1 is not in UTF-8" in refused("--cases", "binary.csv", cwd=tmp_path)
+    assert "binary.json: line 1 is not in UTF-8" in said("--model", "binary.json")
     assert "deep.json is not JSON: more than 32 lists" in said("--model", "deep.json")
     assert "deep.yaml is not YAML: more than 32 lists" in said("--machines", "deep.yaml", "--model", "gpt2")
     assert "date.yaml is not YAML: month must be in 1..12" in said("--machines", "date.yaml", "--model", "gpt2")
@@ -159,20 +158,6 @@ def test_machines_of_a_yaml_file(tmp_path: Path) -> None:
     words = ("--machines", "machines.yaml", "--model", "gpt2", "--devices", "8xbox", "--global-batch", "8")
 
     assert "on 8 x box" in " ".join(size(*words, cwd=tmp_path).succeeded().out.split())
-
-
-def test_cases_with_errors(tmp_path: Path) -> None:
-    """The good rows are printed, the lines of the others are said, and the exit code is 2."""
-    (tmp_path / "rows.csv").write_text("model,tensor\ngpt2,1\ngpt2,5\ngpt9,1\nbert-large,2\n")
-    finished = size("--cases", "rows.csv", "--format", "csv", cwd=tmp_path)
-    rows = list(csv.DictReader(io.StringIO(finished.out)))
-
-    assert finished.code == 2
-    assert [row["fits"] for row in rows] == ["yes", "", "", "yes"]
-    assert "rows.csv, line 3: tensor=5 does not divide hidden=768 of gpt2" in finished.err
-    assert "rows.csv, line 4: no model is called 'gpt9'" in finished.err
-    (tmp_path / "rows.csv").write_text("model,layres\ngpt2,4\n")
-    assert "rows.csv: the file has layres" in refused("--cases", "rows.csv", cwd=tmp_path)
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
@@ -222,11 +207,6 @@ def test_one_mapping_that_does_not_fit_is_saved_with_a_warning(tmp_path: Path) -
     assert "does not fit; mapping.json has it nevertheless" in finished.err
 
 
-def test_what_contradicts_is_refused(tmp_path: Path) -> None:
+def test_what_contradicts_is_refused() -> None:
     """No value silently gives way to another one."""
-    (tmp_path / "rows.csv").write_text("model\ngpt2\n")
-
     assert "tensor is given twice: 5 and 1" in refused(*ASKED, "--fix", "tensor=5", "--tensor-parallel-size", "1")
-    assert "leave out --format json, --save, --model" in refused(
-        "--cases", "rows.csv", "--format", "json", "--save", "x", "--model", "foo", cwd=tmp_path
-    )
