@@ -33,7 +33,7 @@ class CollectiveError(PopdistError, RuntimeError):
 
 
 class MicroBatchError(CollectiveError):
-    """An instance left its ``micro_batches`` loop early, so the step has no gradient anywhere."""
+    """An instance left its ``micro_batches`` loop early, so no instance has a gradient of this step."""
 
 
 class BatchError(PopdistError):
@@ -41,15 +41,15 @@ class BatchError(PopdistError):
 
 
 class GradientError(PopdistError):
-    """A gradient is not finite, would be lost, or differs between instances; the message names the parameter."""
+    """The gradient of a parameter is not finite, would be dropped without use, or differs between instances."""
 
 
 class DatasetError(PopdistError):
-    """A dataset cannot be dealt to the replicas of this job."""
+    """A dataset cannot be divided among the replicas of this job, or its samples cannot be packed into rows."""
 
 
 class WeightsError(PopdistError):
-    """Weights differ between instances, or were written where each replica would write its own values."""
+    """Weights or buffers differ between instances, or were written where each instance writes other values."""
 
 
 class OptimizerError(PopdistError):
@@ -61,11 +61,11 @@ class CheckpointError(PopdistError):
 
 
 class StoreError(PopdistError):
-    """The store of a model in phases cannot be kept, read or written, or belongs to another model."""
+    """The stored weights of a model trained layer by layer cannot be used, or belong to another model."""
 
 
 class DescriptionError(PopdistError):
-    """A module cannot be measured without its weights, or not on the requested device."""
+    """``describe`` cannot measure a module without its weights, or cannot measure on the requested device."""
 
 
 class OnnxError(PopdistError):
@@ -81,19 +81,19 @@ class InstallationError(PopdistError, ImportError):
 
 
 class PopdistWarning(UserWarning):
-    """A warning of something that works, but perhaps not as expected: for example with other bits."""
+    """A warning that something works, but perhaps not as expected: for example with other rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of a process group's ranks in messages: the number of each rank, in rank order, and a noun."""
+    """The names of a process group's ranks in messages: the number of each rank, and a noun, ``instance``."""
 
     members: tuple[int, ...]
     noun: str = "rank"
     place: str = ""  # of the instances with the same part of other replicas: `` (stage 0, shard 1)``
 
     def of(self, ranks: Iterable[int], *, max_runs: int | None = 6) -> str:
-        """Return the names of the group's members with the ranks ``ranks`` as text."""
+        """Return the names of the members with the ranks ``ranks``, such as ``instances 0 to 2 and 5``."""
         return name_instances((self.members[rank] for rank in ranks), self.noun, max_runs=max_runs) + self.place
 
 
@@ -111,7 +111,7 @@ MOST_TOKENS = 2**31 - 1
 def whole_number(
     what: str, value: object, error: type[PopdistError], *, minimum: int = 1, maximum: int | None = None
 ) -> int:
-    """Return ``value``, the argument ``what``, as an int; raise ``error`` if ``value`` is no such whole number."""
+    """Return ``value`` as an int; raise ``error``, naming ``what``, if it is not whole or out of the range."""
     if type(value) is int and value >= minimum and (maximum is None or value <= maximum):
         return value  # the usual case, because the check of the protocol takes ten microseconds
     number = _as_whole(value)
@@ -183,7 +183,7 @@ def runs_of(numbers: Iterable[int]) -> list[range]:
 
 
 def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:
-    """Return instances as text, such as ``instances 0 to 2 and 5``; only first and last for many ranges."""
+    """Return text such as ``instances 0 to 2 and 5``; for more than ``max_runs`` ranges, only first and last."""
     runs = runs_of(instances)
     if max_runs is not None and len(runs) > max_runs:
         return f"{sum(map(len, runs))} {noun}s from {runs[0][0]} to {runs[-1][-1]}"
@@ -199,7 +199,7 @@ _OF_ALL: Final = (
 
 
 def remedy_of_lone_call(calls: Iterable[str]) -> str:
-    """Return a remedy if ``calls`` has a call that programs make on one instance only; otherwise empty text."""
+    """Return advice if one of ``calls`` must be made by all instances, but often is by one; else empty text."""
     found = [match[1] for call in calls if (match := re.search(_OF_ALL, call))]
     if len(found) != 1:
         return ""

@@ -15,7 +15,7 @@ _UNPACK: Final = opmap["UNPACK_SEQUENCE"]
 
 
 def _num_names_unpacked() -> int:
-    """Return the number of names into which the caller's caller unpacks an object; 0 if it unpacks none."""
+    """Return how many variables the caller's caller assigns, as 2 in ``x, y = batch``; 0 if there are none."""
     caller = _caller_of(_caller_of(currentframe()))  # a variable for this frame would keep loop workers alive
     if caller is None:
         return 0
@@ -54,7 +54,7 @@ running_loops: Final[dict[object, tuple["Batch", ...]]] = {}
 
 
 class Share(NamedTuple):
-    """An instance's share of a step: the indices of its samples, and the step's position in the epoch."""
+    """The samples of one step that one instance processes: their indices, and the step's position in the epoch."""
 
     epoch: int
     step: int  # number of the step, counted from where the epoch was begun or resumed
@@ -64,7 +64,7 @@ class Share(NamedTuple):
     positions: range | None = None  # positions in a sampler's order, because a sampler may repeat an index
 
     def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
-        """Return the indices of each micro batch of each local replica, replica by replica."""
+        """Return a list of sample indices for each micro batch of this instance, replica by replica."""
         rows = micro_batch_rows(len(self.indices), num_replicas, accumulation)
         return [self.indices[row.start : row.stop] for row in rows]
 
@@ -98,7 +98,7 @@ class Batch:
 
     @classmethod
     def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
-        """Make the batch for the samples of ``share``; ``contents`` has the content of each micro batch."""
+        """Make the Batch of ``share``, an instance's samples of one step, from the collated micro batches."""
         rows = micro_batch_rows(len(share.indices), len(replicas), accumulation)
         owners = [replica for replica in replicas for _ in range(accumulation)]
         steps = [*range(accumulation)] * len(replicas)
@@ -159,7 +159,7 @@ class Batch:
 
 
 def _taken_apart(how: str) -> str:
-    """Return the error message for a program that uses a batch as the tensors of one micro batch."""
+    """Return the error message for a program that uses a Batch as if it were tensors, in the way ``how``."""
     return (
         f"a batch of popdist.data_loader was {how}, and it holds this instance's micro batches, not one batch of "
         """tensors. Write

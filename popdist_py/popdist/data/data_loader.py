@@ -29,7 +29,7 @@ class LoaderPlan(NamedTuple):
 
 
 class LoaderMaker(Protocol):
-    """An object, such as ``packing.Packing``, that makes a loader whose steps count rows instead of samples."""
+    """An object, such as ``packing.Packing``, that makes a loader of rows, each with several samples."""
 
     def make_loader(
         self,
@@ -38,7 +38,7 @@ class LoaderMaker(Protocol):
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """Make the loader that reads ``dataset`` in the steps that ``plan`` defines."""
+        """Make a loader that reads ``dataset`` with the micro batch size, the order and the seed of ``plan``."""
 
 
 def data_loader(  # noqa: PLR0913 - torch's options, and the sizes of a step
@@ -119,7 +119,7 @@ def _refuse_dealing(options: dict[str, Any]) -> None:
 def _check_arguments(
     dataset: object, plan: LoaderPlan, sampler: object, collate_fn: object, packing: object
 ) -> None:
-    """Raise DatasetError for a wrong argument, or for arguments that exclude each other."""
+    """Raise DatasetError for a wrong argument of ``data_loader``, or for two arguments that exclude each other."""
     if isinstance(dataset, int | float):
         raise DatasetError(
             f"data_loader({dataset!r}, ...): the dataset comes first, and then the sizes: write "

@@ -72,7 +72,7 @@ def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
 
 
 class StreamFetcher(IterableDataset[Any]):
-    """The dataset that torch's DataLoader reads for a stream: an iterable of this worker's steps."""
+    """The IterableDataset for a DataLoader of a stream: it yields the steps of one DataLoader worker."""
 
     def __init__(
         self, sharded: ShardedIterable, collation: Collation, samples_per_replica: int, *, drop_last: bool
@@ -84,11 +84,11 @@ class StreamFetcher(IterableDataset[Any]):
         self._place = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def begin(self, epoch: int, position: int) -> None:
-        """Record the epoch and position of the next iteration in memory that is shared with the workers."""
+        """Write the next epoch and its start position into memory that the DataLoader workers share."""
         self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64, device="cpu"))
 
     def __iter__(self) -> Iterator[Fetched]:
-        """Read the whole stream, and yield the micro batches of each step that belongs to this worker."""
+        """Read the whole stream; yield this instance's micro batches of each step that belongs to this worker."""
         epoch, first = self._place.tolist()
         number, num_workers = self.dataset.worker()
         if hasattr(self.dataset.stream, "set_epoch"):
@@ -114,12 +114,12 @@ class StreamFetcher(IterableDataset[Any]):
             step, start = step + 1, start + len(read)
 
     def _keep(self, numbers: range) -> list[int]:
-        """Return the numbers of the step's items that belong to this instance, replica by replica."""
+        """Return the item numbers in ``numbers`` that belong to this instance's replicas, replica by replica."""
         num_replicas = self.dataset.num_replicas
         return [number for replica in self.dataset.replicas for number in numbers[replica::num_replicas]]
 
     def _read(self, items: Iterator[Any], numbers: range, epoch: int) -> list[Any]:
-        """Read one item of the stream for each of ``numbers``; return fewer items if the stream ends."""
+        """Read one stream item for each number in ``numbers``; return fewer items if the stream ends."""
         seeds = self._collation.seeds(epoch, list(numbers))
 
         def read(reseed: Reseed) -> list[Any]:
@@ -148,7 +148,7 @@ class StreamFetcher(IterableDataset[Any]):
 
 
 class StreamLoader(ReplicaLoader):
-    """A loader of a stream, whose instances agree before each step whether they still have samples."""
+    """A loader of a stream; before each step the instances agree whether any of them still has samples."""
 
     dataset: StreamFetcher
 
@@ -156,7 +156,7 @@ class StreamLoader(ReplicaLoader):
         self.dataset.begin(self._position.epoch, self._position.num_read)
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield batches until all streams have ended; if this stream ends earlier, yield empty batches."""
+        """Yield batches until the streams of all instances end; after this stream's end, empty batches."""
         epoch = self._position.epoch
         with training_loop.read_loader() as ask:
             for step in itertools.count():

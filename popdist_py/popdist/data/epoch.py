@@ -66,7 +66,7 @@ class Permutation:
         self._keys = [np.uint64(key) for key in round_keys(length, seed, epoch)]
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices at ``positions``, in the order and shape of ``positions``.
+        """Return the dataset indices at ``positions`` of the shuffled order, in the shape of ``positions``.
 
         Raises IndexError if a position is not in ``range(length)``.
         """
@@ -80,7 +80,7 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
     def _mix(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return ``values`` after the Feistel network, a bijection on the next power of two."""
+        """Return ``values`` after one pass of the Feistel network, a permutation below a power of two."""
         low, high = values & self._low_mask, values >> self._low_bits
         for even_key, odd_key in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= scramble(high + even_key) & self._low_mask
@@ -99,12 +99,12 @@ def scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _scramble_word(word: int) -> int:
-    """Mix the bits of one Python number as :func:`scramble` does, and return the result."""
+    """Return the 64-bit ``word`` after the bit mixing of SplitMix64, as :func:`scramble` for an array."""
     return int(scramble(np.array([word & _WORD], dtype=np.uint64))[0])
 
 
 def round_keys(*ingredients: int) -> list[int]:
-    """Make ``NUM_ROUNDS`` 64-bit keys from the numbers ``ingredients``; if one changes, every key changes."""
+    """Make the ``NUM_ROUNDS`` 64-bit keys of a Feistel network; any change of an argument changes every key."""
     state = 0
     for ingredient in ingredients:
         state = _scramble_word(state + ingredient + GOLDEN)
@@ -132,13 +132,13 @@ class EpochPlan:
         return full + bool(has_own_step)
 
     def steps(self, position: int = 0) -> Iterator[range]:
-        """Yield the range of positions of each step from ``position`` on, over all replicas."""
+        """Yield, for each step from ``position`` on, the range of the epoch's positions that all replicas read."""
         while (size := self._step_size(self.length - position)) > 0:
             yield range(position, position + size)
             position += size
 
     def positions_of(self, replicas: range, step: range) -> range:
-        """Return the positions of ``step`` that ``replicas`` get, replica by replica; may be empty."""
+        """Return which positions of the range ``step`` belong to ``replicas``, replica by replica; may be none."""
         return parts(step, replicas, self.num_replicas)
 
     def _step_size(self, remaining: int) -> int:
@@ -156,7 +156,7 @@ class EpochPosition:
     """The position of one reader (a sampler or a loader) in its endless sequence of epochs."""
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
-        """Begin at epoch 0. A state can be loaded later only if the state has an equal ``identity``.
+        """Begin at epoch 0. ``identity``, such as the seed, must be equal in each state that is loaded later.
 
         All instances must pass an equal ``agreement``.
         """
@@ -174,7 +174,7 @@ class EpochPosition:
         self._agree()
 
     def _agree(self) -> None:
-        """Check once, after ``init()``, that all instances have the same ``agreement`` and dataset."""
+        """Check once, after ``init()``, that all instances pass the same arguments (``agreement``) and dataset."""
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
             group = context.data_parallel_group()
@@ -198,7 +198,7 @@ class EpochPosition:
                 )
 
     def start(self) -> int:
-        """Begin the next epoch or continue the loaded epoch; return the number of the iteration."""
+        """Begin the next epoch, or continue the epoch of a loaded state; return the number of this iteration."""
         self._agree()
         if self._is_running:
             self._jump(self.epoch + 1)
@@ -207,12 +207,12 @@ class EpochPosition:
         return self._number
 
     def read_to(self, position: int, number: int) -> None:
-        """Record that iteration ``number`` has read all samples before ``position``."""
+        """Record that the iteration with the number ``number`` has read all samples before ``position``."""
         if number == self._number:
             self.num_read = position
 
     def end_epoch(self, number: int) -> None:
-        """Record that iteration ``number`` has read its epoch to the end."""
+        """Record that the iteration with the number ``number`` has read its epoch to the end."""
         if number == self._number:
             self._jump(self.epoch + 1)
 
@@ -224,11 +224,11 @@ class EpochPosition:
         self._number += 1
 
     def state_dict(self) -> ReaderState:
-        """Return epoch and position as plain numbers, as :meth:`EpochReader.state_dict` describes."""
+        """Return the epoch, the position in it, and the order's identity (such as the seed) as numbers."""
         return self.identity | {"epoch": self.epoch, "position": self.num_read}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue from the position ``state``, as :meth:`EpochReader.load_state_dict` describes."""
+        """Continue from the position ``state``; raise DatasetError if ``state`` has another identity."""
         own = self.state_dict()
         if not _is_state(state, own):
             raise DatasetError(f"{state!r} is no state of a {self._reader}, such as {own}")
@@ -247,7 +247,7 @@ class EpochPosition:
 
 
 def name_differing(group: Group, values: Sequence[int]) -> str:
-    """Return a text that names the instances with different ``values``; an empty text if all are equal."""
+    """Return text that groups the instances by their value in ``values``; empty if all values are equal."""
     owners: dict[int, list[int]] = {}
     for instance, value in zip(group.instances, values, strict=True):
         owners.setdefault(value, []).append(instance)
@@ -255,7 +255,7 @@ def name_differing(group: Group, values: Sequence[int]) -> str:
 
 
 class EpochReader:
-    """The public methods that samplers and loaders have in common: epochs, and states to resume from."""
+    """The public methods of samplers and loaders: ``set_epoch``, ``state_dict`` and ``load_state_dict``."""
 
     _position: EpochPosition
 
@@ -268,7 +268,7 @@ class EpochReader:
         self._position.set_epoch(epoch)
 
     def state_dict(self) -> ReaderState:
-        """Return the reader's position as plain numbers, which are equal on all instances at the same step.
+        """Return epoch and position as plain numbers, which are equal on all instances at the same step.
 
         A loader counts the batches that the loop has received, however far its workers have read ahead. A sampler
         counts what the sampler has yielded. Workers of a DataLoader run ahead of the loop, so use no workers with
@@ -288,9 +288,7 @@ class EpochReader:
 
 
 def _is_state(state: object, own: ReaderState) -> bool:
-    """Whether ``state`` has the same keys as ``own``, the present state of the reader that loads ``state``, only
-    whole numbers as values, and a position within the epoch.
-    """
+    """Whether ``state`` has the keys of the reader's state ``own``, whole numbers and a valid position."""
     if not isinstance(state, Mapping) or state.keys() != own.keys():
         return False
     if not all(isinstance(value, int) for value in state.values()):
@@ -306,7 +304,7 @@ def plan_epochs(
     *,
     drop_last: bool,
 ) -> EpochPlan:
-    """Return the plan that deals a dataset's epochs to replicas; raise DatasetError if no step is left."""
+    """Return the plan that divides a dataset's epochs into steps; raise DatasetError if an epoch has no step."""
     check_sizes(micro_batch_size, accumulation)
     plan = EpochPlan(
         length=length_of(length_or_dataset, num_replicas),
@@ -332,7 +330,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """Yield, for each remaining step, its positions in the epoch and the dataset indices for ``replicas``."""
+    """Yield each remaining step's range of positions in the epoch, and its dataset indices for ``replicas``."""
     if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
     return _deal(plan, replicas, plan.steps(position.num_read), order)
@@ -352,7 +350,7 @@ def _deal(
 
 
 def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:
-    """Return the number of samples; raise DatasetError if it is unknown or smaller than ``num_replicas``."""
+    """Return a dataset's number of samples; raise DatasetError if unknown or less than ``num_replicas``."""
     if isinstance(length_or_dataset, IterableDataset):
         raise DatasetError(
             f"{type(length_or_dataset).__name__} is a stream, which has no samples at indices: give it to "

@@ -17,7 +17,7 @@ _BEFORE_CHILDREN_ARE_ENDED: Final = 100
 
 
 class LoaderStart:
-    """The ``worker_init_fn`` of a loader: sets signal handlers, and calls the program's own ``worker_init_fn``."""
+    """A ``worker_init_fn`` of torch's DataLoader: installs signal handlers, and calls the program's own."""
 
     def __init__(self, programs_own: Callable[[int], object] | None) -> None:
         self._programs_own = programs_own

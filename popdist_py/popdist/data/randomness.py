@@ -30,7 +30,7 @@ _CPU: Final = torch.device("cpu")
 
 
 def checked_seed(seed: int | None, num_replicas: int) -> int | None:
-    """Return the seed of a model with ``num_replicas`` replicas; raise BatchError if the seed is not valid."""
+    """Return ``seed`` as an int, or None; raise BatchError if it is invalid, or None for more than one replica."""
     if seed is None and num_replicas > 1:
         raise BatchError(
             f"seed=None, and the model has {num_replicas} replicas, each of which draws from states of its own: "
@@ -40,7 +40,7 @@ def checked_seed(seed: int | None, num_replicas: int) -> int | None:
 
 
 class _PythonState(NamedTuple):
-    """A state of Python's random generator, and the first two draws from it: 32 bits, then a normal number."""
+    """A state of Python's random generator, and the first two draws from it: 32 bits, and a normal number."""
 
     values: tuple[Any, ...]  # the result of ``getstate()``; its last item is the second of a normal pair, or None
     bits: int
@@ -48,7 +48,7 @@ class _PythonState(NamedTuple):
 
 
 class _PythonGenerator:
-    """Python's random generator; its state is read only after a draw, because reading the state is slow."""
+    """Python's random generator; its state is slow to read, so it is read only after the program has drawn."""
 
     def __init__(self) -> None:
         self._last: _PythonState | None = None
@@ -71,7 +71,7 @@ class _PythonGenerator:
         self._last = state
 
     def watch(self, _own: _PythonState) -> Callable[[], bool]:
-        """Put a known state in, and return a function that says whether the program has drawn since then."""
+        """Put a fixed state in; return a function that says whether the program has drawn since then."""
         self.put_in(_WATCHED)
         return lambda: random.getrandbits(32) != _WATCHED.bits
 
@@ -95,7 +95,7 @@ _WATCHED: Final = _state_of(random.Random())  # noqa: S311 - for training, not f
 
 @dataclass(slots=True)
 class _States:
-    """A saved state of every random generator, which belongs to a replica or to the program."""
+    """The saved states of all random generators (of Python, numpy and torch) of one replica or of the program."""
 
     python: _PythonState
     numpy: Any  # the bit generator, because reading its state takes longer than saving all other states
@@ -104,7 +104,7 @@ class _States:
 
 
 class ReplicaRandomness:
-    """The random states of this instance's replicas, which differ between the stages of a pipeline."""
+    """The random states of this instance's replicas; each pipeline stage of a replica has other states."""
 
     def __init__(self, seed: int | None, replicas: range, *, stage: int = 0) -> None:
         self.seed = seed
@@ -201,15 +201,15 @@ class RandomScope:
 
 
 class _ProgramScope(RandomScope):
-    """A context that leaves the program's own random states in place."""
+    """A context for a replica of a model without seed: the replica draws from the program's own random states."""
 
     __slots__ = ()
 
     def __enter__(self) -> None:
-        """Leave the program's own random states in place: do nothing."""
+        """Do nothing: a model without seed draws from the program's own random states."""
 
     def __exit__(self, *_error: object) -> None:
-        """Leave the program's own random states in place: do nothing."""
+        """Do nothing: a model without seed has drawn from the program's own random states."""
 
 
 def _exchange(out: _States, into: _States, device: torch.device | None) -> None:
@@ -284,7 +284,7 @@ Reseed: TypeAlias = Callable[[int], None]
 
 
 class _Generator(NamedTuple):
-    """A random generator of the process, given as public functions that save, seed and restore it."""
+    """A random generator of the process (Python, numpy or torch): functions that seed, save and restore it."""
 
     name: str
     seed: Callable[[int], object]
@@ -306,7 +306,7 @@ _bits: Final = np.random.MT19937()
 
 
 def _exchange_numpy() -> Any:
-    """Replace numpy's bit generator, and return the old generator, because reading a state is slow."""
+    """Replace the generator that numpy's functions use, and return the old one; copying a state is slower."""
     own: Any = get_bit_generator()
     # ``_bits`` is in use already if a dataset reads from another loader.
     set_bit_generator(np.random.MT19937() if own is _bits else _bits)
@@ -317,7 +317,7 @@ _watched, _twin = np.random.MT19937(0), np.random.MT19937(0)
 
 
 def _watch_numpy(_own: object) -> Callable[[], bool]:
-    """Return a function that says whether numpy has drawn, by comparison with an equal bit generator."""
+    """Return a function that says whether numpy has drawn: it compares numpy's generator with a fresh copy."""
     set_bit_generator(_watched)
 
     def is_drawn() -> bool:
@@ -364,12 +364,12 @@ _GENERATORS: Final = (
 
 @dataclass(slots=True)
 class SampleRandomness:
-    """The seeding of the generators from which a dataset draws; afterwards the program's states are restored."""
+    """Seeds the random generators for each sample, and restores the program's random states afterwards."""
 
     used: frozenset[str] | None = None  # names of the used generators; None before the first run
 
     def run(self, work: Callable[[Reseed | None], T]) -> T:
-        """Call ``work`` with a function that seeds the generators of a sample, and return the result of ``work``.
+        """Call ``work`` with a function that seeds the random generators for one sample; return ``work``'s result.
 
         ``work`` gets None if it draws from no generator, and runs again if it has drawn from a generator that was
         not known before.
@@ -385,7 +385,7 @@ class SampleRandomness:
             _restore(own)
 
     def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str], own: list[Any]) -> T:
-        """Run ``work``; seed only the generators in ``used``, and add others from which ``work`` draws."""
+        """Run ``work``; seed only the generators in ``used``, and record others from which it draws."""
         pairs = zip(_GENERATORS, own, strict=True)
         watched = {it.name: it.watch(state) for it, state in pairs if it.name not in used}
         try:
@@ -394,7 +394,7 @@ class SampleRandomness:
             self.used = used.union([name for name, is_drawn in watched.items() if is_drawn()])
 
     def _find_used(self, work: Callable[[Reseed | None], T]) -> T:
-        """Run ``work``; seed all generators for each sample, and record the generators that are used."""
+        """Run ``work``, seed all generators for each sample, and record which generators it draws from."""
         used, last = set[str](), cast("int | None", None)
         reseed_all = _reseed(_GENERATORS)
 
@@ -449,7 +449,7 @@ def _reseed(generators: Iterable[_Generator]) -> Reseed:
 
 
 def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
-    """Return a 64-bit seed for each of the sample ``indices``; each use ``what`` gets other seeds."""
+    """Return a 64-bit seed for each sample index; it also depends on seed, epoch and the purpose ``what``."""
     words = np.array(indices, dtype=np.uint64) * np.uint64(GOLDEN) + _key(seed, epoch, what)
     seeds: list[int] = scramble(words).tolist()
     return seeds

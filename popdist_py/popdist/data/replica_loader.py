@@ -37,7 +37,7 @@ _FOR_COLLATE: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collation:
-    """The settings that make the micro batches of ``num_replicas`` local replicas from a step's samples."""
+    """The settings by which the samples of a step become micro batches of the ``num_replicas`` local replicas."""
 
     collate_fn: Collate
     num_replicas: int
@@ -49,7 +49,7 @@ class Collation:
         return share.split(self.num_replicas, self.accumulation)
 
     def seeds(self, epoch: int, indices: list[int]) -> list[int]:
-        """Return the seed of the random numbers of each sample in ``indices``."""
+        """Return, for each sample in ``indices``, the seed of the random numbers that the dataset draws for it."""
         return sample_seeds(indices, seed=self.seed, epoch=epoch)
 
     def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:
@@ -83,7 +83,7 @@ def _collated(samples: Any) -> Any:
 
 
 class MapFetcher(Dataset[Any]):
-    """The dataset that torch's DataLoader reads: an index is a ``Share``, an item has its micro batches."""
+    """The dataset for torch's DataLoader: an index is a ``Share`` of a step, an item has its micro batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset = dataset
@@ -96,7 +96,7 @@ class MapFetcher(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, share: Share) -> Fetched:
-        """Return ``share``, and the collated content of each micro batch of ``share``."""
+        """Return ``share``, this instance's sample indices of a step, and its collated micro batches."""
         if self._are_rows:
             return share, [self._rows(indices) if indices else None for indices in self._collation.split(share)]
         if self._randomness is None:
@@ -104,7 +104,7 @@ class MapFetcher(Dataset[Any]):
         return share, self._randomness.run(lambda reseed: self._contents(share, reseed))
 
     def _rows(self, indices: list[int]) -> list[Any]:
-        """Return the rows of all tensors at ``indices``, with the same result as collating single samples."""
+        """Return the samples at ``indices`` from each tensor of a TensorDataset, as if collated one by one."""
         rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 
@@ -139,7 +139,7 @@ class MapFetcher(Dataset[Any]):
 
 
 class SentContents:
-    """The contents of micro batches that a worker sends: small tensors as bytes, others in shared memory."""
+    """The micro batches that a DataLoader worker sends: small tensors as bytes, large tensors in shared memory."""
 
     def __init__(self, contents: list[Any]) -> None:
         stream = io.BytesIO()  # pickled now, because the sending thread could only print an error
@@ -175,7 +175,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _tensor_of(content: bytearray, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor of ``content`` allocated by torch, because alignment changes the last bits of products."""
+    """Return the bytes ``content`` as a tensor that torch allocates, because alignment affects rounding."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
     return tensor
@@ -211,16 +211,16 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(self._fetched(), number)
 
     def _fetched(self) -> Iterator[Fetched]:
-        """Return an iterator over shares and their contents; without workers, avoid torch's slow iterator."""
+        """Return an iterator over each step's sample indices and its collated micro batches."""
         iterator: Iterator[Any] = super().__iter__()  # also checks options, and draws from a given generator
         is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
         return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch's annotation says that items are batches
 
     def _begin(self) -> None:
-        """Prepare an epoch before the first sample is read; only subclasses need this."""
+        """Prepare the next epoch before its first sample is read; only subclasses do something here."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield each batch and count it as read; keep no reference, so that the batch's memory is reused."""
+        """Yield each batch and record it as read; keep no reference, so that its memory can be reused."""
         with training_loop.read_loader() as ask:
             for share, contents in fetched:
                 self._position.read_to(share.stop, number)
@@ -236,7 +236,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
 
 
 def _warn_if_limited() -> None:
-    """Warn if only some instances read the loader, because then other instances' samples are not read."""
+    """Warn if only some instances read the loader, because no instance then reads the samples of the others."""
     number = context.environment().contract.layout.num_instances
     if context.is_initialized() and len((group := context.data_parallel_group()).instances) < number:
         warnings.warn(
@@ -250,7 +250,7 @@ def _warn_if_limited() -> None:
 
 
 def _as_it_is(fetched: Any) -> Any:
-    """Return ``fetched`` unchanged: without workers nothing is left to collate, and nothing is sent."""
+    """Return ``fetched`` unchanged: the ``collate_fn`` of a loader without workers, which collates itself."""
     return fetched
 
 

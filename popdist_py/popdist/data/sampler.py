@@ -156,7 +156,7 @@ class SamplerOrder:
         return len(self._indices)
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sampler's indices at ``positions``, in the order and shape of ``positions``."""
+        """Return the indices that the program's sampler gave at ``positions``, in the shape of ``positions``."""
         found: NDArray[np.int64] = self._indices[positions]
         return found
 
@@ -167,16 +167,16 @@ class SampledPosition(EpochPosition):
     checksum = 0
 
     def state_dict(self) -> ReaderState:
-        """Return the position, and the checksum of the epoch's indices (0 before the first step)."""
+        """Return the loader's position and a checksum of the epoch's sample indices (0 before the first step)."""
         return super().state_dict() | {"indices": self.checksum if self.num_read else 0}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue from the position ``state``, as :meth:`EpochReader.load_state_dict` describes."""
+        """Continue from the position ``state``, and keep its checksum of the epoch's sample indices."""
         super().load_state_dict(state)
         self.checksum = int(state["indices"])
 
     def begin(self, order: SamplerOrder) -> None:
-        """Begin the epoch in ``order``; raise DatasetError if a part of it was read in another order."""
+        """Begin the epoch in ``order``; raise DatasetError if its first part was read in another order."""
         if self.num_read and self.checksum != order.checksum:
             raise DatasetError(
                 f"the sampler does not give the indices of epoch {self.epoch} again of which {self.num_read} were "
@@ -252,7 +252,7 @@ class SampledShares(EpochShares):
         return order
 
     def _read(self) -> SamplerOrder:
-        """Read the sampler on this instance; first seed the process's generators from the seed and the epoch."""
+        """Read the program's sampler to its end; first seed the process's generators for this epoch."""
         epoch = self._position.epoch
         (seed,) = sample_seeds([0], seed=self._position.identity["seed"], epoch=epoch, what=_FOR_SAMPLER)
 
