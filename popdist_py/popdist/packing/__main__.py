@@ -52,7 +52,7 @@ def main(  # noqa: PLR0913 - click passes each option as an argument
 
 
 def _numbers(file: Path) -> list[Any]:
-    """Return the whole numbers in ``file``, which holds text or JSON."""
+    """Return the whole numbers in ``file``, which is a text of numbers or a JSON list."""
     if file.stat().st_size > _MAX_BYTES:
         raise click.ClickException(
             f"{file} has more than {_MAX_BYTES >> 30} GiB: count the lengths first (--histogram)"
@@ -68,7 +68,7 @@ def _numbers(file: Path) -> list[Any]:
 
 
 def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histogram: bool) -> Histogram:
-    """Return the histogram of the sequence lengths ``numbers``, or check a histogram that ``numbers`` is."""
+    """Count the sequences of each length in ``numbers``; if ``is_histogram``, ``numbers`` has these counts."""
     if is_histogram:
         return check_histogram(numbers, max_length)
     pieces = cut_to_fit(as_lengths(numbers, "the file"), max_length, too_long)
@@ -78,7 +78,7 @@ def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histog
 def _strategies(
     counts: Histogram, max_length: int, limit: int | None, *, with_nnlshp: bool
 ) -> list[PackingStrategy]:
-    """Return the packing by each strategy, padding first; without ``optimal`` if scipy is missing."""
+    """Return the result of each packing strategy, the one without packing first; skip those without scipy."""
     # A lower bound that one strategy proves holds for every strategy with the same limit.
     strategies = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
     if with_nnlshp:

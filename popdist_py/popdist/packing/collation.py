@@ -38,7 +38,7 @@ Row = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """The tensors of a micro batch of packed rows, in which each row holds several sequences.
+    """The tensors of a micro batch whose rows each hold several sequences, one behind the other (packed rows).
 
     ``packed["input_ids"]`` returns a field of the samples by its name. ``packed.input_ids`` and ``packed.labels``
     are short forms for the two fields that most models have.
@@ -104,7 +104,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collator:
-    """A function that puts the samples of packed rows into the tensors of a :class:`Packed`.
+    """A ``collate_fn`` that makes the tensors of a :class:`Packed` from the samples of packed rows.
 
     Attributes:
         max_length: Tokens of a row.
@@ -137,7 +137,7 @@ class Collator:
                 raise DatasetError(f"padding={dict(self.padding)!r}: {value!r} of {name!r} is no number")
 
     def __call__(self, rows: Sequence[Row]) -> Packed:
-        """Return the tensors of the packed rows ``rows``, whose samples must all have the same fields."""
+        """Return the tensors of ``rows``, each a list of samples; all samples must have the same fields."""
         given: object = rows
         if (
             not isinstance(given, Sequence)
@@ -180,7 +180,7 @@ class Collator:
         return _size(value) == length
 
     def _divide(self, samples: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> tuple[list[str], list[str]]:
-        """Return the names of the samples' fields with a value per token, and with a value per sequence."""
+        """Return two lists of field names: fields with a value per token, and with one per sequence."""
         names = [name for name in samples[0] if name not in _MADE]
         for sample in samples:
             if {name for name in sample if name not in _MADE} != set(names):
@@ -205,7 +205,7 @@ class Collator:
     def _place(
         self, name: str, values: Sequence[Any], places: Sequence[tuple[int, int, int]], shape: tuple[int, int]
     ) -> Tensor:
-        """Make the tensor of the field ``name``: one row for each packed row, with padding at its end."""
+        """Make the tensor of the field ``name``: one row per packed row, with padding at the row's end."""
         tensors = [torch.as_tensor(value, device="cpu") for value in values]
         padding = self.padding.get(name, _IGNORED_LABEL if name == "labels" else 0)
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
@@ -223,7 +223,7 @@ class Collator:
 
 
 def _places(rows: Sequence[Row], lengths: Sequence[int], max_length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the row of each sequence, its first position in this row, and its number in this row (from 1)."""
+    """Yield, for each sequence, its row, the position of its first token there, and its number in the row."""
     sizes = iter(lengths)
     for number, row in enumerate(rows):
         start = 0
@@ -249,7 +249,7 @@ def _num_tokens(sample: object, max_length: int) -> int:
 
 
 def _size(value: Any) -> int | None:
-    """Return the length of a list or one-dimensional tensor; None for a value of another type."""
+    """Return the length of a list, or the first dimension of a tensor; None for a value without a length."""
     if isinstance(value, Tensor) or hasattr(value, "__array__"):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, list | tuple) else None
@@ -285,7 +285,7 @@ def attention_mask(
     dtype: torch.dtype = torch.float32,
     masked: float = -1000.0,
 ) -> "Tensor | BlockMask":
-    """Return an attention mask for packed rows: a token attends only to tokens of its own sequence.
+    """Return an attention mask for rows of several sequences: a token attends only to its own sequence.
 
     Args:
         segment_ids: ``Packed.segment_ids``: whole numbers of shape ``[rows, length]``, 0 for padding.
@@ -416,7 +416,7 @@ def token_mean(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -> list[int]:
-    """Return the number of token labels in each micro batch, as ``weights`` for ``ReplicatedModel.micro_batches``.
+    """Return the number of labels of each micro batch, as ``weights`` for ``ReplicatedModel.micro_batches``.
 
     Args:
         batch: Batch of ``popdist.data_loader`` with ``packing``.
@@ -445,7 +445,7 @@ def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -
 
 
 def packed_betas(betas: tuple[float, float], packing_factor: float) -> tuple[float, float]:
-    """Return Adam's betas for packed training, for ``packing_factor`` sequences per row: ``(b1 ** p, b2 ** p)``.
+    """Return Adam's betas for rows of ``packing_factor`` sequences each: ``(b1 ** p, b2 ** p)``.
 
     With these betas a gradient is forgotten after as many sequences as before (https://arxiv.org/abs/2107.02027).
 

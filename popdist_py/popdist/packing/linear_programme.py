@@ -58,7 +58,7 @@ _BLOCK: Final = 2**22
 def optimal(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack sequences by a linear programme: round its solution down, and pack the other sequences by best fit.
+    """Pack sequences into rows by a linear programme, rounded down; pack the other sequences by best fit.
 
     Args:
         histogram: Element i counts the sequences of length i + 1; may be all zeros.
@@ -90,7 +90,7 @@ def optimal(
 def nnlshp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack sequences by non-negative least squares over packs of at most 3, and the other sequences by best fit.
+    """Pack sequences into rows by least squares over packs of at most 3 sequences; the others by best fit.
 
     The counts of packs that fill a row are fitted to the histogram; the sequences that the rounded fit leaves are
     packed by best fit. ``optimal`` is better and faster; ``nnlshp`` exists for comparison with published results.
@@ -129,7 +129,7 @@ def _scipy(algorithm: str) -> None:
 
 
 def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
-    """Return how often a least-squares fit to the histogram ``counts`` uses each of ``packs``, rounded down."""
+    """Return how often each pack of ``packs`` is used by a least-squares fit to ``counts``, rounded down."""
     from scipy.optimize import nnls
 
     rows = {length: row for row, length in enumerate(lengths_of(counts))}
@@ -142,7 +142,7 @@ def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
 
 
 def _full_packs(lengths: Iterable[int], max_length: int, limit: int) -> list[Pack]:
-    """Return all packs of at most ``limit`` (at most 3) sequences of ``lengths`` that fill a row completely."""
+    """Return all packs of 1 to ``limit`` (at most 3) sequences of ``lengths`` that fill a row completely."""
     ordered = list(lengths)
     known = set(ordered)
     packs: list[Pack] = [(max_length,)] if max_length in known else []
@@ -165,7 +165,7 @@ Fill = Callable[[int], Pack]
 
 
 class _Programme:
-    """The linear programme of packing: each column is a pack; better packs are added until none is left."""
+    """The linear programme of packing; a column is a pack, the lengths of the sequences that share a row."""
 
     def __init__(self, counts: Histogram, max_length: int, most: int, packs: Iterable[Pack]) -> None:
         self._top = lengths_of(counts)[-1]
@@ -184,7 +184,7 @@ class _Programme:
                 self._add(pack)
 
     def _add(self, pack: Pack) -> bool:
-        """Add ``pack`` as a column of the linear programme; return False if there was such a column already."""
+        """Add ``pack`` as a column of the linear programme; return False if this pack was there already."""
         pack = tuple(sorted(pack, reverse=True))
         if pack in self._columns:
             return False
@@ -214,7 +214,7 @@ class _Programme:
         return solution, self._prove(best_prices)
 
     def _solve_once(self) -> tuple[float, dict[Pack, float], Floats]:
-        """Solve the linear programme with its present packs; return the value, the solution and the prices."""
+        """Solve the linear programme with its present packs; return its value, solution and dual prices."""
         from scipy.optimize import linprog
         from scipy.sparse import csc_array
 
@@ -237,7 +237,7 @@ class _Programme:
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
     def _price(self, prices: Prices) -> tuple[Prices, Fill]:
-        """Return the value of the best pack that has a given length, for each length, and a function for packs."""
+        """Return, for each length, the value of the best pack with this length, and a function for the pack."""
         choose = _best_of_any if self._most >= self._max_length else partial(_best_of_few, most=self._most - 1)
         values, fill = choose(prices, self._max_length - 1)
         lengths = np.arange(1, self._top + 1)
@@ -245,7 +245,7 @@ class _Programme:
         return totals, lambda length: (length, *fill(self._max_length - length))
 
     def _add_worthy(self, values: Prices, pack_of: Fill, prices: Floats) -> int:
-        """Add the packs whose value at ``prices`` is more than 1; return the number of new packs."""
+        """Add the packs whose sequences cost more than 1 at ``prices``; return the number of new packs."""
         num_added = 0
         for length in (np.flatnonzero(values > 1 - _SMOOTHING) + 1).tolist():
             pack = pack_of(length)
@@ -254,7 +254,7 @@ class _Programme:
         return num_added
 
     def _prove(self, prices: Floats) -> int:
-        """Return the lower bound of the number of rows that ``prices`` prove, computed in whole numbers."""
+        """Return the lower bound of the number of rows that follows from ``prices``, in whole numbers."""
         whole = np.floor(prices * _PRICE_UNIT).astype(np.int64)
         dearest = int(self._price(whole)[0].max())
         total = sum(int(count) * int(price) for count, price in zip(self._counts[: self._top], whole, strict=True))
@@ -262,7 +262,7 @@ class _Programme:
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """Return the value of the best pack for each number of free tokens, and a function that makes the pack."""
+    """Return the best pack's value for each number of free tokens, and a function that returns the pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -286,7 +286,7 @@ def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
 
 
 def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, Fill]:
-    """Return the best values for packs of at most ``most`` sequences, and a function that makes a pack."""
+    """Return, for each number of free tokens, the best value of ``most`` sequences, and a function for packs."""
     values = np.zeros(max_room + 1, prices.dtype)
     layers: list[Ints] = []
     for _ in range(most):
@@ -305,7 +305,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """Return the best values if each pack may get one more sequence, and the length of this sequence (or 0)."""
+    """Return the best values if each pack may get one more sequence, and that sequence's length (or 0)."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -330,7 +330,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 
 
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Return ``packs`` with a real sequence in each place, and packs by best fit for all other sequences."""
+    """Assign real sequences to ``packs``, and pack all other sequences by best fit; return all packs."""
     taken, rest = _take_places(packs, counts)
     for pack, count in greedy_packs(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count
@@ -338,7 +338,7 @@ def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit:
 
 
 def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, int], Histogram]:
-    """Give each place in ``packs`` the longest sequence that fits; return the packs and the other sequences."""
+    """Assign to each place in ``packs`` the longest sequence that fits; return packs and other sequences."""
     rest, surplus, current = counts.copy(), -counts, packs
     for pack, count in packs.items():
         for length in pack:
@@ -359,7 +359,7 @@ def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, 
 
 
 def _shorten(packs: dict[Pack, int], length: int, surplus: int) -> dict[Pack, int]:
-    """Return ``packs`` with ``surplus`` places of ``length`` one token shorter; places of length 0 are dropped."""
+    """Make ``surplus`` of the places for ``length`` tokens in ``packs`` one token shorter; return the packs."""
     changed: dict[Pack, int] = {}
     waiting = list(packs.items())
     while waiting:

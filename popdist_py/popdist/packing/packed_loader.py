@@ -38,10 +38,10 @@ Numbers = NDArray[np.int64] | NDArray[np.int32]
 
 
 class PackedRows:
-    """The packed rows of all epochs of one dataset; the row number and the epoch determine a row's samples."""
+    """The rows of a dataset with packing; the number of a row and the epoch determine the row's samples."""
 
     def __init__(self, lengths: Numbers, strategy: PackingStrategy, *, seed: int, shuffle: bool) -> None:
-        """Put samples of ``lengths`` into rows; ``strategy`` must be a strategy for exactly these lengths."""
+        """Put samples of ``lengths`` into rows by ``strategy``, which must be made for exactly these lengths."""
         counts = np.bincount(lengths, minlength=strategy.max_length + 1)[1:].astype(np.int64)
         _check_same(strategy, counts)
         ordered: Numbers = np.argsort(lengths, kind="stable")  # all samples, shortest first
@@ -61,14 +61,14 @@ class PackedRows:
         self._orders: tuple[int, dict[int, Permutation]] = (-1, {})
 
     def num_samples(self, step: range, epoch: int) -> int:
-        """Return the number of samples in the packed rows at the positions ``step`` of the epoch's order."""
+        """Return the number of samples in the rows at the positions ``step`` of the order of this epoch."""
         rows = np.arange(step.start, step.stop, dtype=np.int64)
         if self._shuffle:
             rows = Permutation(self.num_rows, seed=self._seed, epoch=epoch).indices(rows)
         return int(self._sizes[self._pack_of(rows)].sum())
 
     def samples(self, rows: Sequence[int] | range, epoch: int) -> list[list[int]]:
-        """Return the samples of each packed row in ``rows``, row numbers from 0; the longest sample is first."""
+        """Return the sample indices of each row whose number is in ``rows``; the longest sample is first."""
         numbers = np.array(rows, np.int64)
         packs = self._pack_of(numbers)
         copies = numbers - self._first_row_of_pack[packs]
@@ -85,7 +85,7 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """Return for each length and place the sample with this place among all samples of this length."""
+        """Return, for each pair of a length and a place, the sample of this length that gets the place."""
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
             borders = np.flatnonzero(np.diff(lengths[by_length])) + 1
@@ -105,7 +105,7 @@ class PackedRows:
 
 
 class _Places(NamedTuple):
-    """The places for sequences in all packs, pack after pack, as three numbers for each place."""
+    """The places for sequences in all packs (sets of lengths that share a row): three numbers per place."""
 
     lengths: NDArray[np.int64]  # tokens of the sequence at the place
     first: NDArray[np.int64]  # number of the place in the first row of its pack, among all places of its length
@@ -213,7 +213,7 @@ class Packing:
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """Return a loader of packed rows of ``dataset``. Raise DatasetError if the dataset cannot be packed.
+        """Return a loader whose rows have several samples; raise DatasetError if samples cannot be packed.
 
         Raises CollectiveError if the instances pass different arguments.
         """
@@ -266,7 +266,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(Batch):
-    """The packed rows of one step of this instance, as micro batches for ``ReplicatedModel.micro_batches``.
+    """The rows, each with several samples, of one step of this instance, divided into micro batches.
 
     ``num_samples`` and ``num_samples_job`` count samples, and so does the weight of a micro batch. ``indices`` are
     indices of samples in the dataset, or numbers of rows in a stream.
@@ -287,7 +287,7 @@ class PackedBatch(Batch):
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch(MicroBatch):
-    """The packed rows of one micro batch: one replica's forward and backward pass computes with them.
+    """The rows, each with several samples, of one replica's forward and backward pass.
 
     Attributes:
         num_rows: Number of rows; may be 0.
@@ -299,7 +299,7 @@ class PackedMicroBatch(MicroBatch):
 
 
 class _Filled(NamedTuple):
-    """The content of one packed micro batch and its counts, which a DataLoader worker sends."""
+    """The rows of one micro batch, collated, and their counts; a DataLoader worker sends this object."""
 
     content: Any = None
     num_rows: int = 0
@@ -309,7 +309,7 @@ class _Filled(NamedTuple):
 
 
 def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple[int, ...]) -> PackedBatch:
-    """Make a PackedBatch with the epoch and step of ``batch`` and the contents and counts of ``filled``."""
+    """Make a PackedBatch of the micro batches in ``filled``, with the epoch and the step of ``batch``."""
     contents = [each or _Filled() for each in filled]
     return PackedBatch(
         micro_batches=tuple(
@@ -329,7 +329,7 @@ def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple
 
 
 class _PackedFetcher(MapFetcher):
-    """The dataset that torch's DataLoader reads for packed rows; each item has an instance's micro batches."""
+    """The dataset for torch's DataLoader: an item has an instance's micro batches of rows of several samples."""
 
     def __init__(self, dataset: Any, collation: Collation, rows: PackedRows, pieces: Pieces) -> None:
         super().__init__(dataset, collation)
@@ -352,7 +352,7 @@ class _PackedFetcher(MapFetcher):
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
     def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:
-        """Return the tokens of ``sample`` that belong to one piece: all tokens, unless the sample was split."""
+        """Return the ``length`` tokens of ``sample`` from ``start`` on; all, if the sample was not split."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
             raise DatasetError(
@@ -374,7 +374,7 @@ class _PackedFetcher(MapFetcher):
 
 
 class _PackedLoader(ReplicaLoader):
-    """The loader of packed rows from a dataset with indices."""
+    """The loader of rows of several samples each, from a dataset that has indices."""
 
     def __init__(
         self,
@@ -434,13 +434,13 @@ def _map_loader(
 
 
 def _filled(collate: Collate, rows: list[StreamRow]) -> _Filled:
-    """Collate the packed rows ``rows`` of a stream, and count the rows, samples and tokens."""
+    """Collate the rows of a stream, each a list of samples, and count the rows, the samples and the tokens."""
     num_tokens = sum(row.num_tokens for row in rows)
     return _Filled(collate(rows), len(rows), sum(map(len, rows)), num_tokens)
 
 
 class _PackedStreamLoader(StreamLoader):
-    """The loader of packed rows from a stream, which has no indices."""
+    """The loader of rows of several samples each, from a stream, which has no indices."""
 
     def _num_samples(self, _share: Share, contents: list[Any]) -> int:
         return sum(each.num_samples for each in contents if each is not None)
@@ -450,7 +450,7 @@ class _PackedStreamLoader(StreamLoader):
 
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Return ``numbers``, equal on all instances, in memory that a host's instances share; small arrays as is."""
+    """Return ``numbers`` in memory that the instances of a host share; a small array is returned unchanged."""
     host = host_group_of(context.data_parallel_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers

@@ -95,7 +95,7 @@ def find_lengths(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Return the number of tokens of each sample of ``dataset``; ``source`` is numbers, a column or a function."""
+    """Return each sample's number of tokens from ``source``: numbers, a column's name, or a counting function."""
     if callable(source):
         lengths = _count_or_load(dataset, source, num_workers, cache)
     elif isinstance(source, str):
@@ -171,7 +171,7 @@ def _count_or_load(
 
 
 def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
-    """Count the lengths of this instance's part of the samples; return the lengths of all, from all instances."""
+    """Count the lengths of this instance's part of the samples; return the lengths from all instances."""
     contract = context.environment().contract
     if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)

@@ -113,7 +113,7 @@ def table(strategies: Sequence[PackingStrategy]) -> str:
 
 
 def _cells(strategy: PackingStrategy) -> dict[str, str]:
-    """Return the cells of one strategy's line in the text table, by heading."""
+    """Return the cells of one strategy's line in the text table; the keys are the headings of the columns."""
     return {
         "strategy": strategy.algorithm,
         "most a pack": str(strategy.max_sequences_per_pack or "any"),
@@ -140,7 +140,7 @@ def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy
 def spfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack by shortest-pack-first: put sequences, longest first, each into the pack with the most room.
+    """Pack by shortest-pack-first: put each sequence, longest first, into the row with the most free tokens.
 
     If no pack has room for the remaining sequences of a length, each of these sequences opens a pack. Time
     O(lengths x max_length).
@@ -160,7 +160,7 @@ def spfhp(
 def lpfhp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack by longest-pack-first: put sequences, longest first, each into the fullest pack with enough room.
+    """Pack by longest-pack-first: put each sequence, longest first, into the fullest row in which it fits.
 
     The algorithm is best fit decreasing (D. S. Johnson, 1973), for all sequences of a length at once: a new pack
     takes as many sequences of the length as fit. It needs no scipy and is close to the best if rows have many
@@ -187,7 +187,7 @@ def _greedy(
 
 
 class _OpenPacks:
-    """The open packs, sorted by their number of free tokens, and the closed packs, which get no more sequences."""
+    """The packs (rows being filled) that are open, by their number of free tokens, and those that are closed."""
 
     def __init__(self, max_length: int, limit: int) -> None:
         self.limit = limit
@@ -195,7 +195,7 @@ class _OpenPacks:
         self.closed: dict[Pack, int] = {}
 
     def add(self, pack: Pack, count: int, room: int) -> None:
-        """Add ``count`` packs with the lengths ``pack``, as closed packs if no further sequence can be added."""
+        """Add ``count`` rows that have sequences of the lengths ``pack``; close them if nothing more fits."""
         if not count:
             return
         if room == 0 or len(pack) == self.limit:
@@ -214,7 +214,7 @@ class _OpenPacks:
 def greedy_packs(
     counts: Histogram, max_length: int, limit: int, *, most_room_first: bool = False
 ) -> dict[Pack, int]:
-    """Pack a checked histogram with at most ``limit`` sequences per pack; return how often each pack is used.
+    """Pack the sequences of ``counts``, at most ``limit`` a row; return how often each pack of lengths is used.
 
     Each sequence gets the pack with the least room in which it fits, as in :func:`lpfhp`; with ``most_room_first``
     it gets the pack with the most room, as in :func:`spfhp`.
@@ -318,7 +318,7 @@ def make_strategy(
 
 
 def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
-    """Return a lower bound of the number of rows, by tokens, by sequences, and by sequences above half a row."""
+    """Return a lower bound of the number of rows: the largest bound by tokens, sequences and long sequences."""
     num_tokens = int(np.dot(counts, np.arange(1, max_length + 1)))
     num_sequences = int(counts.sum())
     num_long = int(counts[max_length // 2 :].sum())
