@@ -24,7 +24,7 @@ _ATTRIBUTES: Final = "attributes"
 
 
 def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
-    """Return ``state`` as JSON; put each tensor of it into the dict ``tensors``, named by ``place`` and keys."""
+    """Return ``state`` as JSON; put its tensors into ``tensors``, under names made of ``place`` and keys."""
     if state is None or isinstance(state, bool | int | str):
         return state
     if isinstance(state, float):
@@ -49,7 +49,7 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that :func:`encode` encoded as ``value``, with the tensors (or forms) in ``tensors``."""
+    """Return the state whose JSON is ``value``; ``tensors`` has its tensors, or only their shapes and dtypes."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

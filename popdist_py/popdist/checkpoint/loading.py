@@ -138,7 +138,7 @@ def _whole_ones(group: Group, call: str, folder: Path) -> Iterator[Manifest]:
 
 
 def _damage_of_files(group: Group, call: str, directory: Path, found: Manifest) -> str:
-    """Check this instance's share of the checkpoint's files; return the damage as text, empty if there is none."""
+    """Check this instance's part of a checkpoint's files; return a text about the damage, empty without damage."""
     contract = context.environment().contract
     damage = ""
     with together(group, f"{call}, its files"):
@@ -188,7 +188,7 @@ def _parts(
     found: Manifest,
     where: Path,
 ) -> dict[str, Json]:
-    """Return this instance's part of each encoded state; raise CheckpointError if a state does not fit."""
+    """Return this instance's part of each object's saved state; raise CheckpointError if a state does not fit."""
     contract, owned = context.environment().contract, owned_of(named)
     everybody = [owned]  # this instance must be first
     if contract.parallelism.is_shared:
@@ -216,7 +216,7 @@ def _read_all(
     found: Manifest,
     stores: list[PhaseStore],
 ) -> dict[str, Tensor] | None:
-    """Return the ``wanted`` tensors, and write some of them into stores of phased models; None if reading fails.
+    """Return the ``wanted`` tensors; None if reading fails. Those of phased models go into the models' stores.
 
     After the first write the stores are torn, which means in the middle of a step.
     """
@@ -270,7 +270,7 @@ def _read(
 
 
 def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[TensorPiece, Tensor]]) -> None:
-    """Overwrite each tensor in ``reads`` with its piece of the saved tensor of the same name."""
+    """Overwrite each tensor in ``reads`` with its piece of the tensor that the checkpoint has under this name."""
     for name in reads.keys() & found.stored.keys():
         for it in found.stored[name]:
             if it.file not in found.files:

@@ -62,7 +62,7 @@ def current_conditions() -> Conditions:
 
 
 def differences(before: Conditions, now: Conditions) -> list[str]:
-    """Return a text for each condition that both dicts have with different values."""
+    """Return a text for each condition, such as torch's version, that differs in ``before`` and in ``now``."""
     return [
         f"{name}: {before[name]} then, {now[name]} now"
         for name in now
@@ -92,7 +92,7 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The manifest of a checkpoint: everything except the values of tensors."""
+    """The content of a checkpoint's JSON file (manifest): everything except the values of the tensors."""
 
     step: int
     conditions: Conditions
@@ -149,7 +149,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, digests: Mapping[str, str]) -> None:
-    """Raise DamagedError if a file of the checkpoint in ``directory`` does not have its digest in ``digests``."""
+    """Raise DamagedError if a checkpoint's file in ``directory`` has another digest than in ``digests``."""
     for name, digest in digests.items():
         try:
             if "/" in name or not stat.S_ISREG((directory / TENSORS / name).lstat().st_mode):

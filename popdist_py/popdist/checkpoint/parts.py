@@ -20,7 +20,7 @@ Names: TypeAlias = list[list[str]]
 
 
 def keys_of(module: nn.Module) -> dict[str, str]:
-    """Return a dict from each key of a module's state dict to the name of the entry in the whole model.
+    """Return a dict from the keys of ``module``'s state to the keys in the whole model, of which it is a part.
 
     The numbers in a ``ModuleList`` are left out if its members have different keys, as the stages of a pipeline
     do.
@@ -33,7 +33,7 @@ def keys_of(module: nn.Module) -> dict[str, str]:
 
 
 def rename_keys(state: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the state dict of a module, with the names of the whole model as keys."""
+    """Return ``state``, a module's state dict, under the keys of the whole model, as the dict ``keys`` says."""
     if all(key == name for key, name in keys.items()):
         return state
     return OrderedDict((keys[key], value) for key, value in state.items())
@@ -113,7 +113,7 @@ def cut_optimizer(saved: Json, own: Names | None) -> Json:
 
 
 def cut_randomness(saved: Json, index: int) -> Json:
-    """Return each replica's saved random state for the instance with this ``index`` in the replica."""
+    """Return, from the saved random states of all replicas, those of the instance ``index`` of each replica."""
     entries = entries_of(saved) or ()
     return with_entries(
         saved, [[replica_of(key), state] for key, state in entries if key == place(replica_of(key), index)]
@@ -121,17 +121,17 @@ def cut_randomness(saved: Json, index: int) -> Json:
 
 
 def place(replica: str, index: int) -> str:
-    """Return the name of the random state of a replica's instance ``index``; index 0 has the replica's name."""
+    """Return the name by which a checkpoint saves the random state of the instance ``index`` of ``replica``."""
     return f"{replica}.{index}" if index else replica
 
 
 def replica_of(place: str) -> str:
-    """Return the replica (a number as text) whose random state has the name ``place``."""
+    """Return the replica's number, as text, that is in ``place``, the name of a random state in a checkpoint."""
     return place.partition(".")[0]
 
 
 def are_named(params: Sequence[Sequence[object]]) -> bool:
-    """Whether the parameters of an optimizer's state were saved with their names."""
+    """Whether an optimizer's saved parameter groups, ``params``, have names instead of parameter numbers."""
     return all(isinstance(it, str) for group in params for it in group)
 
 

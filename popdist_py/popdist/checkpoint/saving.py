@@ -100,7 +100,7 @@ def _encode(
 def _join(
     group: Group, call: str, named: Mapping[str, object], states: dict[str, Json], tensors: Mapping[str, Tensor]
 ) -> tuple[WritePlan, dict[str, Json]]:
-    """Return a plan of which instance writes which tensor, and the states (on instance 0 of all instances).
+    """Return the plan which instance writes which tensor, and the objects' states (whole on instance 0 only).
 
     The plan is the same on all instances. Modules and optimizers are joined from the instances of the first
     replica; other states are the states of instance 0.
@@ -119,7 +119,7 @@ def _join(
 def _describe_parts(
     group: Group, named: Mapping[str, object], states: Mapping[str, Json], tensors: Mapping[str, Tensor]
 ) -> Json:
-    """Return the states that this instance adds to the manifest, and the tensors that it can write."""
+    """Return this instance's states for the manifest (the JSON file), and the tensors that it can write."""
     contract = context.environment().contract
     shared = {name for name, thing in named.items() if isinstance(thing, nn.Module | Optimizer)}
     adds = contract.data_parallel_index == 0 and not is_writer(group)
@@ -153,7 +153,7 @@ def _write(
     named: Mapping[str, object],
     own: Mapping[str, Tensor],
 ) -> None:
-    """Write the checkpoint, this instance its ``own`` tensors; if an instance fails, remove the checkpoint."""
+    """Write this instance's tensors ``own``, and complete the checkpoint; remove it if an instance fails."""
     directory, written = checkpoint_folder.partial_of(folder, described.step), b""
     copies = StoreCopies(named, own, group.backend.instance_index)
     pieces = {name: (described.forms[name], it) for name, it in own.items() if name not in copies.places}
@@ -183,7 +183,7 @@ def _write(
 
 @contextmanager
 def _explained(folder: Path, step: int) -> Iterator[None]:
-    """A context that turns a system error into a CheckpointError about the checkpoint of ``step``."""
+    """A context in which a system error becomes a CheckpointError that names ``folder`` and ``step``."""
     try:
         yield
     except OSError as error:

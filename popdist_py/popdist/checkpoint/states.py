@@ -101,7 +101,7 @@ Owned: TypeAlias = dict[str, Any]
 
 
 def owned_of(named: Mapping[str, object]) -> Owned:
-    """Return this instance's keys of each module, and parameter names of each optimizer, in ``named``."""
+    """Return this instance's state keys of each module, and its parameter names of each optimizer."""
     names = parameter_names(named)
     owned: Owned = {}
     for name, thing in stateful_of(named).items():
@@ -142,7 +142,7 @@ def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> J
 
 
 def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> dict[str, Wanted]:
-    """Return for each tensor in ``part`` how to load it: whole, as a piece of a DTensor, or into a store."""
+    """Return how to load each tensor in ``part``: whole, as a DTensor's piece, or into a phased model's store."""
     likes: list[tuple[Json, Any, Any]] = [(part, None, None)]
     if isinstance(thing, nn.Module):
         own = thing.state_dict(keep_vars=True)
@@ -245,7 +245,7 @@ def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer, everybody:
 
 
 def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> list[str]:
-    """Return the settings that differ if ``saved`` is from another kind of optimizer; otherwise an empty list."""
+    """Return a list with an error text if the saved settings are of another kind of optimizer; else []."""
     known = {name for group in optimizer.param_groups for name in group}
     theirs, own = (
         [name for name in saved if name not in known],

@@ -26,7 +26,7 @@ BATCH_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """A piece of a tensor in a file copied from a phased model's store: the place in the file, and the strides."""
+    """A piece of a tensor in a file copied from a phased model's store: the offset in the file, and strides."""
 
     file: str
     start: int
@@ -45,7 +45,7 @@ class StoredPiece:
         return [self.file, self.start, self.piece.offsets, self.piece.sizes, self.stride]
 
     def read(self, directory: Path, dtype: torch.dtype, piece: TensorPiece, tensor: Tensor) -> None:
-        """Copy elements of this stored piece into ``tensor``, which has the piece ``piece`` of the same tensor."""
+        """Copy the elements that this piece and ``piece`` have in common from the file into ``tensor``."""
         starts = [*map(max, zip(self.piece.offsets, piece.offsets, strict=True))]
         ends = [*map(min, zip(self.piece.ends, piece.ends, strict=True))]
         if not all(start < end for start, end in zip(starts, ends, strict=True)):
@@ -67,13 +67,13 @@ def _within(piece: TensorPiece, starts: Sequence[int], ends: Sequence[int]) -> t
 
 
 def store_of(thing: object) -> PhaseStore | None:
-    """Return the store of a phased model or of its optimizer; None for any other object."""
+    """Return the store (file or memory of weights) of a phased model or its optimizer; None for other objects."""
     store = getattr(thing, "store", None)
     return store if isinstance(store, PhaseStore) else None
 
 
 def stores_of(named: Mapping[str, object]) -> list[PhaseStore]:
-    """Return the stores of all phased models in ``named``, sorted by name, each store once."""
+    """Return the stores (files or memory of weights) of all phased models in ``named``, sorted by name."""
     found = [store for _, thing in sorted(named.items()) if (store := store_of(thing)) is not None]
     return list(dict.fromkeys(found))
 
@@ -92,7 +92,7 @@ def check_whole(named: Mapping[str, object]) -> None:
 
 
 class StoreCopies:
-    """The files of phased models' stores that a checkpoint copies, and the places of tensors in these files."""
+    """The files of phased models' stores that a checkpoint copies, and the offset of each tensor in a file."""
 
     def __init__(self, named: Mapping[str, object], tensors: Mapping[str, Tensor], instance: int) -> None:
         stores = stores_of(named)
@@ -107,7 +107,7 @@ class StoreCopies:
                 self.places[name] = StoredPiece(file=label, start=start, piece=piece, stride=part.stride())
 
     def write(self, directory: Path) -> Json:
-        """Copy the stores' files into ``directory``; return the digests and places for :func:`join_copies`."""
+        """Copy the stores' files into ``directory``; return each file's digest and each tensor's place."""
         digests = {label: file.copy_to(directory / label) for file, label in self._files.items()}
         return [digests, {name: it.to_json() for name, it in self.places.items()}]
 
@@ -141,7 +141,7 @@ def batches(wanted: Mapping[str, Wanted]) -> Iterator[dict[str, Wanted]]:
 def write_into_stores(
     stores: list[PhaseStore], wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write ``tensors`` to their places in the stores, only on the first instance of each host."""
+    """Write ``tensors`` to their places in phased models' stores, on the first instance of each host only."""
     for name, it in wanted.items():
         part = local_part(it.into)
         for store in stores:

@@ -82,7 +82,7 @@ def write_pieces(directory: Path, instance: int, tensors: Mapping[str, tuple[Ten
 
 
 def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
-    """Write DCP's index of the pieces that all instances have written; return the digests of all files."""
+    """Write torch.distributed.checkpoint's index of all instances' pieces; return the digests of all files."""
     items, results, digests = zip(*(_IndexUnpickler(io.BytesIO(it)).load() for it in written), strict=True)
     _, metadata = create_default_global_save_plan([SavePlan(mine) for mine in items])
     FileSystemWriter(directory, sync_files=False).finish(metadata, list(results))
@@ -122,7 +122,7 @@ def _chunk(piece: TensorPiece) -> ChunkStorageMetadata:
 
 
 class _PieceWriter(DefaultSavePlanner):
-    """The planner that gives this instance's pieces to DCP's writer."""
+    """A planner that gives this instance's pieces of tensors to the writer of torch.distributed.checkpoint."""
 
     def __init__(self, pieces: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -135,7 +135,7 @@ class _PieceWriter(DefaultSavePlanner):
 
 
 class _PieceReader(DefaultLoadPlanner):
-    """The planner that gives DCP's reader the tensors to overwrite."""
+    """A planner that gives the tensors to overwrite to the reader of torch.distributed.checkpoint."""
 
     def __init__(self, pieces: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -149,10 +149,10 @@ class _PieceReader(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader of a directory, with an unpickler that allows only the types of an index."""
+    """torch.distributed.checkpoint's reader of a directory, which unpickles only the types of an index."""
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
-        """Read and return DCP's index; raise UnpicklingError if the file is no index."""
+        """Read and return the directory's index; raise UnpicklingError if the file is no index."""
         with Path(self.path, INDEX).open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
@@ -161,7 +161,7 @@ class _Reader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that allows only dtypes and the types of an index or of an instance's results."""
+    """An unpickler that allows only dtypes and the types in an index of torch.distributed.checkpoint."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return a dtype or a type of an index; raise UnpicklingError for any other name."""
@@ -183,7 +183,7 @@ def _member_of(enumeration: object, name: str) -> Enum:
 
 @contextmanager
 def _system_errors() -> Iterator[None]:
-    """A context that raises the OSError behind an error of torch, because torch hides the reason."""
+    """A context in which torch's RuntimeError is replaced by the OSError that caused it, if there is one."""
     try:
         yield
     except RuntimeError as error:

@@ -54,7 +54,7 @@ def piece_of(tensor: Any) -> TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The piece of a tensor that one instance has; ``total`` is a checksum, given if instances may have copies."""
+    """The piece of a tensor that one instance has; ``total`` is a checksum if other instances may have copies."""
 
     form: TensorForm
     piece: TensorPiece
@@ -90,7 +90,7 @@ class WritePlan:
 
 
 def plan_writes(everybody: Iterable[Mapping[str, Held]]) -> WritePlan:
-    """Return a plan: the first instance with a piece writes it. Raise CheckpointError if pieces do not fit."""
+    """Plan that the first instance with a piece writes the piece; raise CheckpointError if pieces do not fit."""
     forms: dict[str, TensorForm] = {}
     first: dict[tuple[str, TensorPiece], tuple[int, int | None]] = {}
     holders: dict[str, int] = {}

@@ -25,10 +25,10 @@ def whole_job(call: str) -> Group:
 
 
 def is_writer(group: Group) -> bool:
-    """Whether this instance writes the manifests of checkpoints."""
+    """Whether this instance, instance 0, writes the manifests, which are the JSON files of checkpoints."""
     return group.backend.instance_index == WRITER
 
 
 def together(group: Group, text: str) -> AbstractContextManager[None]:
-    """Return a context that raises an instance's error on all instances; its block must not communicate."""
+    """Return a context in which an error of one instance is raised on all; its block must not communicate."""
     return fail_together(group, text, CheckpointError)
