@@ -36,7 +36,7 @@ class AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return another finder's spec of a registered module, with a loader that calls back; None otherwise."""
+        """Return a spec whose loader calls the functions registered for the module; None for other modules."""
         if name not in self._calls:
             return None
         for finder in sys.meta_path:
@@ -51,7 +51,7 @@ class AfterImport:
         return None
 
     def run_calls(self, module: ModuleType) -> None:
-        """Call the functions registered for ``module``; a function that fails does not disturb the program."""
+        """Call the functions registered for ``module``, and ignore the errors that these functions raise."""
         for function in self._calls.pop(module.__name__, ()):
             try:
                 function(module)

@@ -44,7 +44,7 @@ def has_trained_alone(
 
 
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
-    """Return whether this process has made a torch optimizer, or is a torchrun that starts such processes."""
+    """Return whether this process has made a torch optimizer, or is a torchrun that starts training processes."""
     if "torch.distributed.run" in modules:
         return not any(word.startswith(_NODES) for word in words)  # such a torchrun connects to torchruns
     optim = modules.get("torch.optim")
@@ -55,7 +55,7 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def _is_there(modules: Mapping[str, Any], name: str) -> bool:
-    """Return whether the library ``name`` was imported, and not a stand-in from `popdist.startup.stub_finder`."""
+    """Return whether the real library ``name`` was imported, and not poptorch's substitute with this name."""
     spec = getattr(modules.get(name), "__spec__", None)
     return name in modules and getattr(spec, "origin", None) != "poptorch"
 

@@ -79,14 +79,14 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", os.path.dirname(o
 
 
 class StackReader:
-    """A reader of a thread's stack, which finds the training phase and the program's innermost own line."""
+    """Reads a thread's stack, to find the training phase (such as forward) and the program's innermost line."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[Phases, bool]] = {}
         self.has_messages = False  # whether the last stack was in a pipeline or in a message
 
     def read(self, frame: FrameType | None) -> tuple[str, Place | None]:
-        """Return the training phase of the stack ``frame``, and the program's innermost own line or None."""
+        """Return the stack's training phase, such as forward, and the program's innermost line there, or None."""
         found, place = "", None
         self.has_messages = False
         while frame is not None:
@@ -108,7 +108,7 @@ class StackReader:
 
 
 def phases_of(file: str) -> Phases:
-    """Return the phases of the functions in a file of torch or popdist; an empty dict for any other file."""
+    """Return the training phase of each function in a file of torch or popdist; an empty dict for other files."""
     path = file.replace("\\", "/")
     if path.startswith(_OWN_FOLDER):
         path = path[len(_OWN_FOLDER) :]
@@ -169,14 +169,14 @@ class Collections:
 
 
 class LongForwards:
-    """The time of forward passes that together take more than a second between two optimizer steps."""
+    """The seconds of validation: forward passes that take over a second together between two optimizer steps."""
 
     def __init__(self) -> None:
         self.long_seconds = 0.0
         self._seconds = 0.0  # since the last optimizer step
 
     def add(self, phase: str, seconds: float, *, has_stepped: bool) -> None:
-        """Add ``seconds`` of ``phase``; begin again at 0 if an optimizer has stepped since the last call."""
+        """Add ``seconds`` of the training phase ``phase``; begin at 0 again if an optimizer has made a step."""
         if has_stepped:
             self._seconds = 0.0
         elif phase in (DATA, FORWARD):
@@ -196,7 +196,7 @@ class SlowLines:
         self._favourites: dict[str, tuple[Place, int]] = {}
 
     def vote(self, phase: str, place: Place) -> None:
-        """Count ``place``, a line of the program, in the vote for ``phase``; write a new winner on the page."""
+        """Count ``place``, a program line, as a vote for ``phase``; write a new winner on the progress page."""
         favourite, votes = self._favourites.get(phase, (place, 0))
         if favourite == place:
             self._favourites[phase] = (place, votes + 1)
@@ -211,7 +211,7 @@ class SlowLines:
 
 
 class PhaseSampler:
-    """The seconds of each training phase of one program; a thread of the sampler updates the seconds.
+    """The seconds of each training phase, such as forward; a thread reads the main thread's stack regularly.
 
     The counters belong together, because each sample of the main thread changes all of them at one moment.
     """
@@ -245,7 +245,7 @@ class PhaseSampler:
         self._ends.append(time.time())
 
     def run(self, on_first_steps: Callable[[], None]) -> None:
-        """Sample the main thread until the program ends; call ``on_first_steps`` after some optimizer steps."""
+        """Sample the main thread until the program ends; call ``on_first_steps`` after 10 optimizer steps."""
         import random
         import signal
 

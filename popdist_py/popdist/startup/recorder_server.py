@@ -25,7 +25,7 @@ OWN_LINE = b"WorkerServer.cpp"
 
 
 def start() -> int:
-    """Start torch's worker server, and return a descriptor for its socket, or 0 if no server was started."""
+    """Start torch's server that sends recorded collectives; return its socket's descriptor, or 0 without one."""
     if SOCKET_VARIABLE in os.environ or any(os.environ.get(name) == "0" for name in LENGTH_VARIABLES):
         return 0
     from torch.distributed.elastic.control_plane import worker_main
@@ -47,7 +47,7 @@ def start() -> int:
 
 
 def _enter_quietly(server: AbstractContextManager[None]) -> None:
-    """Start the threads of ``server`` for ever, with the program's signals blocked, and hide the server's line."""
+    """Start the threads of ``server`` for ever, with signals blocked, and hide the line that the server prints."""
     import ctypes
     import signal
 

@@ -39,7 +39,7 @@ def begin(
     make_pause: Callable[[], AbstractContextManager[None]],
     used_device: Callable[[], Any],
 ) -> None:
-    """Record the steps that the environment asks for, after torch's import; read frames in ``make_pause()``."""
+    """Prepare to record the training steps that the environment asks for; the recording needs torch's import."""
     settings = json.loads(os.environ[SETTINGS])
     try:
         if os.lstat(os.path.dirname(settings["file"])).st_uid != os.geteuid():
@@ -53,9 +53,8 @@ def begin(
 
 
 def ask_clock() -> list[int]:
-    """Return the times before and after the agent's answer, and the agent's time between; empty if no answer came.
-
-    The result belongs to the fastest of several answers.
+    """Return three times, to compare clocks: before asking poprun's agent process, its answer, after the answer.
+    The result belongs to the fastest of several answers; it is empty if no answer came.
     """
     import socket
 
@@ -80,7 +79,7 @@ def ask_clock() -> list[int]:
 
 
 class Recording:
-    """The recording of this program, from the first to the last step of the window that poprun wants to see.
+    """The recording of those training steps of this program that poprun wants to see (the window of the trace).
 
     One class has the settings and the state of the window, because each call of torch can begin or end the window.
     """
@@ -156,7 +155,7 @@ class Recording:
         return self._profile is not None and self._about["thread"] == threading.get_native_id()
 
     def _open(self) -> None:
-        """Begin the recording of steps, unless the program profiles itself."""
+        """Start torch's profiler and the other records, unless the program runs a profiler of its own."""
         import threading
 
         import torch.profiler as profilers
@@ -185,7 +184,7 @@ class Recording:
         self._shared[0] = 1
 
     def _close(self, problem: str = "") -> None:
-        """End the recording of steps, and write the recorded data to files."""
+        """Stop torch's profiler and the other records, and write the recorded data to files."""
         profile, self._profile, self._shared[0] = self._profile, None, 0
         self._wait_for_device()
         self._about["ended_ns"] = time.time_ns()
@@ -217,7 +216,7 @@ class Recording:
             return ""
 
     def _give_way(self) -> None:
-        """End the recording because the program starts its own profiler."""
+        """End the recording because the program starts its own profiler, and torch runs only one profiler."""
         if self._is_own_thread():
             self._close(PROFILES_ITSELF)
         elif self._profile is not None:
@@ -245,7 +244,7 @@ class Recording:
             self._finish(f"it ended after {self._num_steps} optimizer steps, and the window begins {begin}")
 
     def go_on_in_child(self) -> None:
-        """Record nothing in a forked child, except the loaded samples if the child is a DataLoader worker."""
+        """Record nothing in a forked child, except which functions load samples in a DataLoader worker."""
         import threading
         from traceback import walk_stack
 
@@ -274,7 +273,7 @@ class Recording:
 
 
 def _loaded(frame: FrameType | None) -> str:
-    """Return the program's function that a DataLoader worker runs in ``frame``; empty if the worker waits."""
+    """Return the function that loads a sample in ``frame``, a DataLoader worker's stack; empty without one."""
     from traceback import walk_stack
 
     above = ""
@@ -329,7 +328,7 @@ def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Ca
 
 
 class Waits:
-    """The record of popdist's waits for other instances, made by wrapping methods of the progress page."""
+    """The record of popdist's waits for other instances; it wraps the methods that popdist calls at each wait."""
 
     def __init__(self) -> None:
         self._page: Any = None

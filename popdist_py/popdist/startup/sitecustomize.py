@@ -40,7 +40,7 @@ FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
 
 
 def begin() -> None:
-    """Register poprun's functions in this process, unless another living process owns the progress page."""
+    """Register poprun's functions in this Python, unless another living process of the program has done so."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
@@ -87,7 +87,7 @@ def load_module(*place: str) -> ModuleType:
 
 
 def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
-    """Make JAX find its job in poprun's variables, and write on the progress page that JAX is used."""
+    """Make JAX read its job from poprun's environment variables, and report to poprun that JAX is used."""
 
     def announce() -> None:
         if signals.is_page(page) and signals.announced_pid(page) == os.getpid():
@@ -97,7 +97,7 @@ def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
 
 
 def serve_recorder(page: int, signals: ModuleType) -> None:
-    """Make torch's recorder of collectives answer poprun, and write its record if the program fails."""
+    """Let poprun ask for the collectives that torch has recorded, and write them if the program fails."""
     import atexit
 
     atexit.register(leave_gloo_time, os.getpid())  # registered first, so called last
@@ -125,7 +125,7 @@ def read_recorder(page: int, signals: ModuleType) -> bytes:
 
 
 def write_record(pid: int, page: int, signals: ModuleType, read: Callable[[], bytes]) -> None:
-    """Write the recorded collectives behind the progress page, if an exception has ended the program."""
+    """Write torch's recorded collectives to memory that poprun reads, if an exception has ended the program."""
     if os.getpid() != pid or not signals.is_page(page) or not has_ended_program(last_error()):
         return
     try:
@@ -264,7 +264,7 @@ def exit_status(code: object) -> int:
 
 
 def has_ended_program(error: BaseException | None) -> bool:
-    """Return whether the last printed exception ``error`` has ended the program; a library may have printed it."""
+    """Return whether the last printed exception ``error`` has ended the program, and was not printed otherwise."""
     if error is None or error.__traceback__ is None:
         return False
     frame = error.__traceback__.tb_frame
@@ -287,7 +287,7 @@ def flush() -> None:
 
 
 def announce_finalize(page: int) -> None:
-    """Write on the progress page that the program waits in MPI_Finalize."""
+    """Write on the progress page (memory that poprun reads) that the program waits in MPI_Finalize."""
     import struct
     import time
 

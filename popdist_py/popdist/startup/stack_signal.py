@@ -90,7 +90,7 @@ def register(descriptor: int) -> int:
 
 
 def watch_crashes(descriptor: int) -> None:
-    """Make Python write its stacks behind the progress page if a crash, such as SIGSEGV, ends the process."""
+    """Make Python write its stacks to memory that poprun reads, if a crash such as SIGSEGV ends the process."""
     if not faulthandler.is_enabled():
         os.lseek(descriptor, os.sysconf("SC_PAGE_SIZE"), os.SEEK_SET)
         faulthandler.enable(file=descriptor)

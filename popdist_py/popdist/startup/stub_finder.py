@@ -42,7 +42,7 @@ class LastFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a stand-in module for an import statement; None for another module or caller."""
+        """Return the spec of a stand-in module that an import statement asks for; None in all other cases."""
         if name not in _SERVED:
             return None
         from importlib.machinery import ModuleSpec
