@@ -32,7 +32,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
-    """Combine the tensors of all instances, element by element, in place.
+    """Overwrite ``tensor`` with the sum, mean, minimum or maximum of all instances' tensors, element by element.
 
     Args:
         tensor: float64, float32, float16, bfloat16, an integer dtype or bool; shape, dtype and type of device must
@@ -245,7 +245,7 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
 
 
 def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
-    """Send ``data`` of instance ``root`` to all instances, which know the length ``num_bytes``; return it."""
+    """Send ``data`` of instance ``root`` to all instances, and return it; all must know its size ``num_bytes``."""
     message = _message_of(group, data if group.backend.instance_index == root else b"", num_bytes)
     group.backend.broadcast(message, root)
     return message.cpu().numpy().tobytes()
@@ -391,7 +391,7 @@ def _rows_fault(parts: Sequence[object]) -> str | None:
 
 
 def _check_kinds(kinds: dict[int, list[int]], fault: str | None) -> None:
-    """Raise CollectiveError on every instance if an instance refuses its rows, or rows of instances differ."""
+    """Raise CollectiveError on every instance if one cannot send its rows, or rows differ in shape or dtype."""
     if refused := [instance for instance, kind in kinds.items() if kind == [_REFUSED]]:
         raise CollectiveError(f"gather(): {fault or f'{name_instances(refused)} refused its rows (see there)'}")
     different = {tuple(kind[1:]): instance for instance, kind in kinds.items() if kind}

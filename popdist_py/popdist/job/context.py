@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class _ProcessState:
-    """The job of this process, and its store, which lives until the process ends: instances may still connect."""
+    """The job of this process, and the key-value store by which instances connect until the process ends."""
 
     job: Job | None = None
     store: "Store | None" = None
@@ -95,7 +95,7 @@ def current_job() -> Job:
 
 
 def current_group() -> Group:
-    """Return the group for collectives; raise CollectiveError while one of several local replicas computes."""
+    """Return the instances in collectives now; raise CollectiveError while local replicas compute in turns."""
     group = current_job().group
     return group if group.is_limited else refuse_in_turn(group)
 
@@ -115,7 +115,7 @@ def notice() -> PreemptionNotice:
 
 @contextmanager
 def limited_to(members: tuple[int, ...]) -> Iterator[None]:
-    """A context whose collectives include only ``members``: instances, or replicas if instances share them."""
+    """A context in which collectives include only ``members``: instances, or replicas if instances share them."""
     job = current_job()
     outer, outer_part = job.group, job.data_parallel
     size = job.environment.contract.parallelism.instances_per_replica
@@ -296,7 +296,7 @@ def ensure_init() -> None:
 
 
 def _prepare_arithmetic(contract: Contract) -> str:
-    """Set torch's threads and algorithms as ``contract`` says; return the settings that all instances share."""
+    """Set torch's threads and algorithms as ``contract`` says; return text that all instances must have alike."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
     import_module("popdist.ground.installation.needs_torch")
@@ -324,7 +324,7 @@ def _connect(found: Environment, backend: str | None, timeout_seconds: float) ->
 
 
 def _data_parallel_group(found: Environment, backend: str | None, timeout_seconds: float) -> Group:
-    """Connect the instances that hold the same part of other replicas, numbered by replica; return the group."""
+    """Connect the instances with the same part of the model in all replicas; return the group, by replica."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     contract, part = found.contract, found.contract.replica_part
@@ -483,7 +483,7 @@ def device() -> "torch.device":
 
 
 def devices() -> "tuple[torch.device, ...]":
-    """Return all devices of this instance: ``ipus_per_replica()`` devices, or its share of a shared replica.
+    """Return all devices of this instance: ``ipus_per_replica()`` devices; fewer if instances share a replica.
 
     Under poprun: the accelerators that poprun gave the instance. Under another launcher and outside a job: the
     accelerators that follow on the accelerators of the host's earlier instances, if torch sees any; otherwise the

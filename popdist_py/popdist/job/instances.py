@@ -131,7 +131,7 @@ def end_in_failure(group: Group, text: str) -> None:
 
 
 def end_together(group: Group, text: str, failure: str) -> None:
-    """Wait until all instances have ended ``text``. Raises CollectiveError with ``failure`` if one failed."""
+    """Wait until all instances have ended the call ``text``; raise CollectiveError if an instance has failed."""
     ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
     if failed := [instance for instance, (has_failed,) in ends if has_failed]:
         wait_for_first_error()

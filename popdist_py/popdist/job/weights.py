@@ -92,7 +92,7 @@ def checksum(weights: Weights) -> str:
 
 
 def is_in_memory(weight: Tensor) -> bool:
-    """Whether the elements of ``weight`` are in memory, and not only in the store of a phased model."""
+    """Whether ``weight`` has its elements in memory; a phased model keeps those of unused layers elsewhere."""
     part = part_itself(weight)
     absent = getattr(part, "_popdist_absent", None)  # set by popdist.phases.phased_layers.make_absent
     return absent is None or absent.data_ptr() != part.data_ptr()
@@ -134,7 +134,7 @@ def _describe(name: str, tensor: Tensor) -> bytes:
 
 
 def _place(name: str, tensor: Tensor) -> bytes:
-    """Return name, dtype, shape and device type of a tensor as bytes; CPU tensors are sent differently."""
+    """Return name, dtype, shape and device type of a tensor as bytes; instances compare these bytes."""
     return _describe(name, tensor).replace(b"\n", f" on {tensor.device.type}\n".encode())
 
 
@@ -179,7 +179,7 @@ def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
 
 
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
-    """Return in words the first difference between the weights of ``other`` and the root. All call this."""
+    """Return text on the first difference between weights of ``other`` and ``root``; all instances call this."""
     description = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
     everybody = zip(group.instances, gather_bytes(group, "describe the weights", description), strict=True)
     lines = {instance: data.decode().splitlines() for instance, data in everybody}
@@ -195,7 +195,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @torch.no_grad()
 def sums_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the sum of each tensor's memory, read as integers; each device is waited for only once."""
+    """Return a checksum of each tensor: the sum of its memory, read as integers; wait for each device once."""
     totals = [_sum_of(tensor) for tensor in tensors]
     devices: dict[torch.device, list[int]] = {}
     for i, total in enumerate(totals):
