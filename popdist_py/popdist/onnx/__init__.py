@@ -282,7 +282,7 @@ def _constant(node: NodeProto) -> Tensor:
 
 
 def _check_inputs(wanted: list[ValueInfoProto], given: tuple[Tensor, ...]) -> None:
-    """Check that the inputs ``given`` have the number and shapes that the ONNX file describes in ``wanted``."""
+    """Raise OnnxError unless the tensors ``given`` fit ``wanted``, the inputs (shapes) in the ONNX file."""
     names = [value.name for value in wanted]
     if len(given) != len(wanted):
         raise OnnxError(f"the model has the inputs {', '.join(names)}, and was called with {len(given)}")

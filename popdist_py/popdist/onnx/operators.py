@@ -56,7 +56,7 @@ def _in_torchs_order(pads: Sequence[int]) -> list[int]:
 
 
 def _padding(x: Tensor, pads: Ints, value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """Pad ``x`` if the pads of both ends differ; return ``x``, and the equal pads that torch still has to add."""
+    """Pad ``x`` if pads at begin and end differ; return ``x``, and the equal pads left for torch's function."""
     half = x.ndim - 2
     if not pads or pads[:half] == pads[half:]:
         return x, list(pads[:half]) if pads else [0] * half
@@ -138,7 +138,7 @@ def _reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Any:
-    """Reduce ``x`` by ``compute`` over the axes ``given``, or ``axes`` (before opset 18), or all axes."""
+    """Reduce ``x`` by ``compute`` over the axes in the input ``given`` or attribute ``axes``; else all axes."""
     over = _numbers(axes if given is None else given)
     if not over and noop_with_empty_axes:
         return x
