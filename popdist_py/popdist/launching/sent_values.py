@@ -62,7 +62,7 @@ class Call:
 
 
 def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
-    """Read the call in ``folder``, set ``sys.path`` and sources, and return the function and its arguments."""
+    """Return the function and arguments in ``folder``; set ``sys.path``, and source lines for tracebacks."""
     with opened_own_folder(str(folder)) as own, os.fdopen(open_below(own, _CALL_FILE, os.O_RDONLY), "rb") as file:
         call: Call = pickle.load(file)
     sys.path[:] = call.search_path
