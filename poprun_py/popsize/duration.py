@@ -63,7 +63,7 @@ def duration_of(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def running_duration(workload: Workload, mapping: Mapping) -> Duration:
-    """Return the seconds of a step's forward and backward passes, whatever is sharded or offloaded."""
+    """Return the seconds of a step's forward and backward passes; sharding and offloading change nothing here."""
     shown = shown_stages(workload.model, mapping.pipeline)
     stages = [_stage_passes(stage, workload, mapping) for stage in shown]
     slowest = max(stages, key=lambda passes: passes.total)
@@ -89,9 +89,7 @@ def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration
 
 
 def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return the duration ``found`` of a step plus the seconds in which the step waits for data from or to the
-    slower memory beside the device's own memory.
-    """
+    """Return the duration ``found`` of a step plus its waits for the slower memory beside the device's memory."""
     waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
     return replace(found, streaming=waiting) if waiting else found
 
@@ -108,7 +106,7 @@ def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
 
 
 def _all_stages(mapping: Mapping, shown: list[_Passes]) -> float:
-    """Return the seconds of a micro batch in all stages; ``shown`` are the first, a middle and the last."""
+    """Return the seconds of a micro batch in all stages; ``shown`` has the first, a middle and the last stage."""
     between = mapping.pipeline - 2
     return sum(passes.total for passes in shown) + max(0, between - 1) * shown[len(shown) // 2].total
 
@@ -298,9 +296,7 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
 
 
 def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds in which a step waits for data from or to the slower memory beside the device's own
-    memory.
-    """
+    """Return the seconds in which a step waits for transfers from or to the slower memory beside the device."""
     if mapping.has_layer_phases:
         step = phase_plan(workload, mapping).step
         return step.reading + step.writing
@@ -313,7 +309,7 @@ def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Ma
 
 @lru_cache(maxsize=1024)
 def phase_plan(workload: Workload, mapping: Mapping) -> PhasePlan:
-    """Return the plan of a step whose layers are in memory in phases, one after the other."""
+    """Return the plan of a step of a model whose layers are in memory in groups (phases), one after the other."""
     device, units, loop = workload.machine.device, phase_units(workload, mapping), phase_loop(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
     passes = [_passes(layer, workload, mapping).total for layer, n in stage.layers for _ in range(n)]

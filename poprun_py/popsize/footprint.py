@@ -170,7 +170,7 @@ def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
 
 
 def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes that torch's pipelines and tensor parallelism need besides the usual equations."""
+    """Return the bytes that torch's pipelines and tensor parallelism need in addition to the usual equations."""
     if workload.training.engine != "torch" or workload.machine.device.is_compiled_for:
         return 0.0
     number = mapping.num_micro_batches(workload.training.global_batch)

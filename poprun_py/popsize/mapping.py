@@ -234,7 +234,7 @@ def parse_mapping(words: str) -> dict[str, Any]:
 
 
 def mapping_name(name: str) -> str:
-    """Return the field of `Mapping` that ``name`` means, such as ``tensor`` for ``tp``. MappingError if none."""
+    """Return the field of `Mapping` that ``name`` means, as ``tensor`` for ``tp``; raise MappingError if none."""
     plain = name.strip().lower().lstrip("-").replace("-", "_")
     known = [f.name for f in fields(Mapping)]
     key = _NAMES.get(plain, plain)

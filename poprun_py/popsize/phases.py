@@ -26,7 +26,7 @@ places."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """The bytes and seconds of a unit (a layer, or several), which is always read from the store as a whole."""
+    """The bytes and seconds of a unit (a layer, or several), which is read from slower memory as a whole."""
 
     weight_bytes: float  # the unit's weights, trained or not
     updated_bytes: float  # the part of the weights that this instance updates and writes
@@ -39,13 +39,13 @@ class UnitCost:
     update_seconds: float  # the update of the unit's weights
 
     def slot_bytes(self, *, has_sums: bool) -> float:
-        """Return the bytes of memory that the unit fills; with ``has_sums``, with sums of gradients."""
+        """Return the bytes of the unit's weights and optimizer state; with ``has_sums``, also of gradients."""
         return self.weight_bytes + self.state_bytes + has_sums * self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The settings of a training step in phases: its number of micro batches, and the time of the updates."""
+    """The settings of a step of a model in phases: its number of micro batches, and when weights are updated."""
 
     num_micro_batches: int = 1
     updates_apart: bool = False  # whether updates have a pass of their own, because they need all gradients first
@@ -53,13 +53,13 @@ class Loop:
 
     @property
     def has_sums(self) -> bool:
-        """Whether gradients are written to the store and read again, because they are summed up."""
+        """Whether gradients are written to slower memory and read again, because they are summed up."""
         return self.num_micro_batches > 1 or self.updates_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpeed:
-    """The bytes per second of the store for one instance, while all instances of the host use the store."""
+    """The bytes per second of the slower memory (store) for one instance, while all instances of a host use it."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
@@ -96,7 +96,7 @@ class PhaseStep:
         return self.computing + self.reading + self.writing
 
     def grown(self, shorter: "PhaseStep", times: int) -> "PhaseStep":
-        """Return this step plus ``times`` the difference between this step and the step ``shorter``."""
+        """Return a longer step: this step, plus ``times`` the difference between this step and ``shorter``."""
         values = {f.name: (getattr(self, f.name), getattr(shorter, f.name)) for f in fields(self)}
         return PhaseStep(**{name: value + times * (value - less) for name, (value, less) in values.items()})
 
@@ -138,7 +138,7 @@ def plan_phases(
 
 
 def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, loop: Loop) -> PhasePlan:
-    """Return memory and duration of a step whose phases begin at the units with the indices ``cuts``."""
+    """Return memory and duration of a step whose phases begin at the units (layers) with the indices ``cuts``."""
     phases, number = _joined(units, cuts), loop.num_micro_batches
     step = _walked(phases, speed, replace(loop, num_micro_batches=min(number, _WALKED)))
     if number > _WALKED:
@@ -148,7 +148,7 @@ def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed,
 
 
 def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> PhaseMemory:
-    """Return the memory that a step needs whose phases begin at the units with the indices ``cuts``."""
+    """Return the memory of a step whose phases begin at the units (layers) with the indices ``cuts``."""
     phases = _joined(units, cuts)
     size = partial(UnitCost.slot_bytes, has_sums=loop.has_sums)
     slots = [max(part, key=size) for part in (phases[::2], phases[1::2]) if part]
@@ -164,7 +164,7 @@ def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> P
 
 
 def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop) -> tuple[int, ...]:
-    """Return the index of the first unit of each of ``num_phases`` phases of nearly equal bytes."""
+    """Return the index of the first unit (layer) of each of ``num_phases`` phases of nearly equal bytes."""
     return even_cuts(tuple(unit.slot_bytes(has_sums=loop.has_sums) for unit in units), num_phases)
 
 
@@ -196,7 +196,7 @@ def numbers_of_phases(most: int) -> list[int]:
 
 
 def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
-    """Return the cost of each phase: the sum of the costs of its units, where phases begin at ``cuts``."""
+    """Return the cost of each phase: the sum of the costs of its units (layers); phases begin at ``cuts``."""
     names = [f.name for f in fields(UnitCost)]
     return [
         UnitCost(**{name: sum(getattr(unit, name) for unit in units[first:last]) for name in names})

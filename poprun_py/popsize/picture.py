@@ -84,7 +84,7 @@ def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], t
 
 
 def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
-    """Return the lines of text for the devices of a pipeline stage: layers, logits, tensor share."""
+    """Return the text lines of a pipeline stage's devices: layers, logits, and the part of each layer there."""
     stages = stages_of(model, mapping.pipeline)
     blocks = [sum(n for layer, n in one.layers if layer is model.block) for one in stages]
     first, last = [0, *accumulate(blocks)][stage], list(accumulate(blocks))[stage]

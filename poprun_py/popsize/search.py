@@ -180,7 +180,7 @@ def _next_better(
 
 
 def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) -> list[Candidate]:
-    """Return a few mappings with the given ``shapes`` and ``ways``; one of them needs least memory of all."""
+    """Return a few mappings made of ``shapes`` and ``ways`` to keep state; one needs least memory of all."""
     # One large micro batch may need less memory than several small ones, because phases then keep no sums.
     ends = dict.fromkeys((min(shapes, key=_first_in_memory), max(shapes, key=attrgetter("micro_batch"))))
     return [Candidate(workload, _keeping(shape, way)) for shape in ends for way in ways]
@@ -208,7 +208,7 @@ def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
 
 
 def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
-    """Return, in words, how much memory the mapping needs that comes nearest to fitting."""
+    """Return, in words, how much memory would be enough for the mapping that lacks the least memory."""
     tried = [one for ways, shapes in _groups(workload, fixed) for one in _smallest(workload, shapes, ways)]
     least = min(tried, key=lambda one: (one.missing_bytes + one.missing_streaming_bytes, one.missing_bytes))
     if not least.missing_bytes:
@@ -232,9 +232,7 @@ def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
-    """Return a sort key for mappings: the mapping with the shorter duration comes first; of mappings with equal
-    durations, the mapping that needs less memory comes first.
-    """
+    """Return a sort key for mappings: shorter durations come first; of equal durations, less memory first."""
     return candidate.duration.total, candidate.memory.total
 
 
