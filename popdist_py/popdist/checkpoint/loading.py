@@ -216,9 +216,9 @@ def _read_all(
     found: Manifest,
     stores: list[PhaseStore],
 ) -> dict[str, Tensor] | None:
-    """Return the ``wanted`` tensors; None if reading fails. Those of phased models go into the models' stores.
-
-    After the first write the stores are torn, which means in the middle of a step.
+    """Return the ``wanted`` tensors; None if reading fails. A phased model is larger than memory: its tensors are
+    written to its store, a file or other memory of the host. From the first of these writes to the end of the
+    load the store is marked as torn, which means in the middle of a step.
     """
     in_stores = {name: it for name, it in wanted.items() if it.into is not None}
     others = {name: it for name, it in wanted.items() if it.into is None}

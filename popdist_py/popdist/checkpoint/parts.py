@@ -113,7 +113,7 @@ def cut_optimizer(saved: Json, own: Names | None) -> Json:
 
 
 def cut_randomness(saved: Json, index: int) -> Json:
-    """Return, from the saved random states of all replicas, those of the instance ``index`` of each replica."""
+    """Return the random state of the instance ``index`` of each replica, out of all saved states ``saved``."""
     entries = entries_of(saved) or ()
     return with_entries(
         saved, [[replica_of(key), state] for key, state in entries if key == place(replica_of(key), index)]

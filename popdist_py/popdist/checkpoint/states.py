@@ -57,7 +57,7 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather the state dicts of sharded optimizers; only instances with ``keep`` get parameter states."""
+    """Gather the state dicts of sharded optimizers; only instances that pass ``keep`` get parameter states."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
@@ -65,7 +65,7 @@ def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict
 def states_of(
     named: Mapping[str, object], gathered: Mapping[str, Any], *, must_have_names: bool
 ) -> dict[str, Any]:
-    """Return the state dicts of the objects in ``named``; an optimizer's parameters get names, if known."""
+    """Return the state dicts of the objects in ``named``; optimizers' states have parameter names, if known."""
     names = parameter_names(named)
     states: dict[str, Any] = {}
     for name, thing in stateful_of(named).items():
@@ -168,7 +168,7 @@ def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> d
 
 
 def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:
-    """Return each value of an optimizer's state with its parameter (for placement) and its tensor in a store."""
+    """Return each value of an optimizer's state with its parameter and, for a phased model, its stored tensor."""
     if store_of(optimizer) is None:
         return [(state, parameter, None)]
     stored = optimizer.mapped_state(parameter)

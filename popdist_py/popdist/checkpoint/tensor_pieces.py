@@ -90,7 +90,7 @@ class WritePlan:
 
 
 def plan_writes(everybody: Iterable[Mapping[str, Held]]) -> WritePlan:
-    """Plan that the first instance with a piece writes the piece; raise CheckpointError if pieces do not fit."""
+    """Plan that the first instance with a piece writes it. Raise CheckpointError if pieces do not fit together."""
     forms: dict[str, TensorForm] = {}
     first: dict[tuple[str, TensorPiece], tuple[int, int | None]] = {}
     holders: dict[str, int] = {}

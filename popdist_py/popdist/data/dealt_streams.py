@@ -156,7 +156,7 @@ class StreamLoader(ReplicaLoader):
         self.dataset.begin(self._position.epoch, self._position.num_read)
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield batches until the streams of all instances end; after this stream's end, empty batches."""
+        """Yield batches until all instances' streams end; empty batches if this instance's ends earlier."""
         epoch = self._position.epoch
         with training_loop.read_loader() as ask:
             for step in itertools.count():

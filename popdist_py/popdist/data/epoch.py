@@ -80,7 +80,7 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
     def _mix(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return ``values`` after one pass of the Feistel network, a permutation below a power of two."""
+        """Return ``values`` after the Feistel network, which permutes the numbers below a power of two."""
         low, high = values & self._low_mask, values >> self._low_bits
         for even_key, odd_key in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= scramble(high + even_key) & self._low_mask

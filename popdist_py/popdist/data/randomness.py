@@ -71,7 +71,7 @@ class _PythonGenerator:
         self._last = state
 
     def watch(self, _own: _PythonState) -> Callable[[], bool]:
-        """Put a fixed state in; return a function that says whether the program has drawn since then."""
+        """Set the generator to a fixed state; return a function that says whether the program has drawn."""
         self.put_in(_WATCHED)
         return lambda: random.getrandbits(32) != _WATCHED.bits
 

@@ -287,7 +287,7 @@ def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterato
 
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
-    """Return ``num_bytes`` that begin with ``data``, as a tensor on a device whose tensors the group can send."""
+    """Return ``data`` with zeros up to ``num_bytes`` as a tensor on a device whose tensors the group can send."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if data:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -95,15 +95,16 @@ def current_job() -> Job:
 
 
 def current_group() -> Group:
-    """Return the instances in collectives now; raise CollectiveError while local replicas compute in turns."""
+    """Return the group of instances that collectives use now. Raise CollectiveError within a micro batch if this
+    instance has several replicas, because the collective would join only one replica of each instance.
+    """
     group = current_job().group
     return group if group.is_limited else refuse_in_turn(group)
 
 
 def data_parallel_group() -> Group:
-    """Return the instances that share gradients, weights and samples now. Raises as :func:`current_job` does.
-
-    If replicas are shared: the instances with the same part of other replicas, numbered by replica; else all.
+    """Return the instances that share gradients, weights and samples now: all, or, if instances share replicas,
+    the instances with the same part of the model in other replicas, in the order of the replicas.
     """
     return current_job().data_parallel or current_job().group
 

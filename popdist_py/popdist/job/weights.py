@@ -92,7 +92,7 @@ def checksum(weights: Weights) -> str:
 
 
 def is_in_memory(weight: Tensor) -> bool:
-    """Whether ``weight`` has its elements in memory; a phased model keeps those of unused layers elsewhere."""
+    """Whether ``weight`` has its elements in memory; a phased model keeps unused layers in a file or elsewhere."""
     part = part_itself(weight)
     absent = getattr(part, "_popdist_absent", None)  # set by popdist.phases.phased_layers.make_absent
     return absent is None or absent.data_ptr() != part.data_ptr()

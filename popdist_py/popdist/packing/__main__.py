@@ -68,7 +68,7 @@ def _numbers(file: Path) -> list[Any]:
 
 
 def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histogram: bool) -> Histogram:
-    """Count the sequences of each length in ``numbers``; if ``is_histogram``, ``numbers`` has these counts."""
+    """Return how many sequences have each length; ``numbers`` are lengths, or counts if ``is_histogram``."""
     if is_histogram:
         return check_histogram(numbers, max_length)
     pieces = cut_to_fit(as_lengths(numbers, "the file"), max_length, too_long)
@@ -78,7 +78,7 @@ def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histog
 def _strategies(
     counts: Histogram, max_length: int, limit: int | None, *, with_nnlshp: bool
 ) -> list[PackingStrategy]:
-    """Return the result of each packing strategy, the one without packing first; skip those without scipy."""
+    """Return the results of all packing strategies, ``unpacked`` first; without scipy, ``optimal`` is omitted."""
     # A lower bound that one strategy proves holds for every strategy with the same limit.
     strategies = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
     if with_nnlshp:

@@ -237,7 +237,7 @@ class _Programme:
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
     def _price(self, prices: Prices) -> tuple[Prices, Fill]:
-        """Return, for each length, the value of the best pack with this length, and a function for the pack."""
+        """Return, for each length, the highest price of a pack with this length, and a function for the pack."""
         choose = _best_of_any if self._most >= self._max_length else partial(_best_of_few, most=self._most - 1)
         values, fill = choose(prices, self._max_length - 1)
         lengths = np.arange(1, self._top + 1)
@@ -262,7 +262,7 @@ class _Programme:
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """Return the best pack's value for each number of free tokens, and a function that returns the pack."""
+    """Return the highest price of a pack for each number of free tokens, and a function that makes the pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -286,7 +286,7 @@ def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
 
 
 def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, Fill]:
-    """Return, for each number of free tokens, the best value of ``most`` sequences, and a function for packs."""
+    """Return the highest price of ``most`` sequences for each number of free tokens, and a function for packs."""
     values = np.zeros(max_room + 1, prices.dtype)
     layers: list[Ints] = []
     for _ in range(most):
@@ -305,7 +305,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """Return the best values if each pack may get one more sequence, and that sequence's length (or 0)."""
+    """Return the highest prices if each pack may get one more sequence, and that sequence's length (or 0)."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -330,7 +330,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 
 
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Assign real sequences to ``packs``, and pack all other sequences by best fit; return all packs."""
+    """Give each place in ``packs`` a real sequence, and pack the other sequences by best fit; return all packs."""
     taken, rest = _take_places(packs, counts)
     for pack, count in greedy_packs(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count
@@ -338,7 +338,7 @@ def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit:
 
 
 def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, int], Histogram]:
-    """Assign to each place in ``packs`` the longest sequence that fits; return packs and other sequences."""
+    """Give each place in ``packs`` the longest sequence that fits; return the packs and the other sequences."""
     rest, surplus, current = counts.copy(), -counts, packs
     for pack, count in packs.items():
         for length in pack:

@@ -85,7 +85,7 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """Return, for each pair of a length and a place, the sample of this length that gets the place."""
+        """Return, for each pair of a length and a place's number, the sample of this length in the place."""
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
             borders = np.flatnonzero(np.diff(lengths[by_length])) + 1
