@@ -142,7 +142,9 @@ def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> J
 
 
 def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> dict[str, Wanted]:
-    """Return how to load each tensor in ``part``: whole, as a DTensor's piece, or into a phased model's store."""
+    """Return how to load each tensor in ``part``: whole, as this instance's piece of a DTensor, or into the store
+    of a phased model, which is a file or memory for weights that do not fit into the model's own memory.
+    """
     likes: list[tuple[Json, Any, Any]] = [(part, None, None)]
     if isinstance(thing, nn.Module):
         own = thing.state_dict(keep_vars=True)

@@ -83,7 +83,9 @@ def _collated(samples: Any) -> Any:
 
 
 class MapFetcher(Dataset[Any]):
-    """The dataset for torch's DataLoader: an index is a ``Share`` of a step, an item has its micro batches."""
+    """The dataset that torch's DataLoader reads. An index is a ``Share``, this instance's sample indices of one
+    step; the item at this index has the collated micro batches of the step.
+    """
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset = dataset

@@ -359,7 +359,9 @@ def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, 
 
 
 def _shorten(packs: dict[Pack, int], length: int, surplus: int) -> dict[Pack, int]:
-    """Make ``surplus`` of the places for ``length`` tokens in ``packs`` one token shorter; return the packs."""
+    """Return ``packs`` with ``surplus`` places for sequences of ``length`` tokens made one token shorter, because
+    there are too few such sequences; a place of 0 tokens is removed.
+    """
     changed: dict[Pack, int] = {}
     waiting = list(packs.items())
     while waiting:

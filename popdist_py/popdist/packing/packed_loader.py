@@ -85,7 +85,9 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """Return, for each pair of a length and a place's number, the sample of this length in the place."""
+        """Return the sample for each place in a row: ``lengths`` are the tokens of the samples in the places, and
+        ``places`` are the numbers of the places among all places for samples of the same length.
+        """
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
             borders = np.flatnonzero(np.diff(lengths[by_length])) + 1

@@ -61,23 +61,17 @@ def announce(descriptor: int, signum: int) -> None:
 
 
 def announce_lone_training(descriptor: int) -> None:
-    """Write on the progress page (memory that poprun reads) that this process has trained a model alone: nothing
-    has connected this process to the processes of the other instances.
-    """
+    """Report to poprun, in memory that poprun reads, that this process has trained without other processes."""
     os.pwrite(descriptor, b"\1", _TRAINED_ALONE_AT)
 
 
 def announce_recorder(descriptor: int, recorder: int) -> None:
-    """Write on the progress page (memory that poprun reads) the file descriptor by which poprun can ask torch's
-    recorder of collectives.
-    """
+    """Report to poprun, in memory that poprun reads, the descriptor to ask torch's recorder of collectives."""
     os.pwrite(descriptor, recorder.to_bytes(RECORDER_BYTES, sys.byteorder), RECORDER_AT)
 
 
 def announce_jax(descriptor: int) -> None:
-    """Write on the progress page (memory that poprun reads) that JAX has read the variables of its job, so that
-    JAX connects this process to the other processes of the job.
-    """
+    """Report to poprun, in memory that poprun reads, that JAX has read the environment variables of its job."""
     os.pwrite(descriptor, b"\1", _USES_JAX_AT)
 
 
