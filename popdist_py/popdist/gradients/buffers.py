@@ -39,7 +39,7 @@ _NEVER: Final = -1
 
 @dataclass(slots=True, kw_only=True)
 class ModelBuffer:
-    """One buffer of a model: its owner module, its tensor, and a copy from the beginning of the step."""
+    """One buffer of a model: its module, its tensor, and a copy of the tensor from the beginning of a step."""
 
     name: str
     owner: nn.Module
@@ -51,7 +51,7 @@ class ModelBuffer:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether the buffer is large, and torch has counted no write since the buffer was equal to ``start``."""
+        """Whether this is a large buffer that, by torch's version counter, was not written after the copy."""
         # Some operations write to small buffers and are not counted, such as BatchNorm.
         if self.is_uncounted or self.start.numel() <= LARGE:
             return False
@@ -64,7 +64,7 @@ class ModelBuffer:
         return now.shape == start.shape and now.dtype == start.dtype and now.device == start.device
 
     def now(self) -> Tensor | None:
-        """Return the tensor that the module has now as this buffer; None if the shape or dtype has changed."""
+        """Return the module's present tensor for this buffer; None if it is gone or its shape or dtype differs."""
         now = getattr(self.owner, self.key, None)
         if not isinstance(now, Tensor):
             return None
@@ -74,14 +74,14 @@ class ModelBuffer:
         return now
 
     def set(self, value: Tensor) -> None:
-        """Write ``value`` into the tensor of the buffer, and make this tensor the module's buffer again."""
+        """Write ``value`` into the buffer's original tensor, and make the module use this tensor again."""
         local_part(self.tensor).copy_(value)
         if getattr(self.owner, self.key, None) is not self.tensor:
             setattr(self.owner, self.key, self.tensor)
         self.version = num_writes(self.tensor)
 
     def assign(self, value: Tensor) -> None:
-        """Write ``value``, which differs from the copy ``start``, into the buffer, and count this as a write."""
+        """Write ``value`` into the buffer, and mark the buffer as changed since the beginning of the step."""
         self.set(value)
         self.version = _NEVER
 
@@ -92,7 +92,9 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
 
 
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
-    """Return the buffers that changed in the step; ``all_of_them`` also compares large ones without a write."""
+    """Return the changed buffers by name. Skip large buffers that torch's version counter shows as unwritten,
+    unless ``all_of_them`` is true.
+    """
     found: dict[str, Tensor] = {}
     others: dict[str, tuple[Tensor, Tensor]] = {}  # on accelerators: compared together, because a wait costs time
     for name, buffer in buffers.items():
@@ -110,7 +112,7 @@ def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = Fals
 
 
 def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """Return the names of the pairs of tensors that differ. Each device and dtype costs one synchronization."""
+    """Return the names of the pairs whose two tensors differ; wait for a device only once per dtype."""
     kinds: dict[Kind, list[str]] = {}
     for name, (now, _) in pairs.items():
         if now.numel():
@@ -125,14 +127,13 @@ def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list
 
 
 def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the id of the buffer ``tensor`` and torch's count of writes, to see later if the buffer changed."""
+    """Return Python's id and torch's version counter of ``tensor``, by which a later change is detected."""
     return id(tensor), num_writes(tensor)
 
 
 class ReplicaBuffers:
-    """The buffers of one model; while the model runs a step, also the buffers of all models that run no step.
-
-    The tables belong together: all describe the same buffers, at different moments of a step.
+    """The buffers of one model, which each replica changes separately in a step. During the model's step they
+    include the buffers of all other models that run no step of their own.
     """
 
     def __init__(self, module: nn.Module, label: str | None) -> None:
@@ -154,10 +155,7 @@ class ReplicaBuffers:
             _models[label] = weakref.ref(self)
 
     def __str__(self) -> str:
-        """Return a text with the number of buffers and a digest of their names, dtypes and shapes.
-
-        The text must be equal on all instances.
-        """
+        """Return the number of buffers and a digest of names, dtypes and shapes, to compare between instances."""
         key = [id(buffer.tensor) for buffer in self.buffers.values()]
         if key != self._described[0]:
             forms = [f"{name} {it.start.dtype} {tuple(it.start.shape)}" for name, it in self.buffers.items()]
@@ -171,13 +169,15 @@ class ReplicaBuffers:
         return not self.buffers and next(self.module.buffers(), None) is None
 
     def found(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """Yield the name, owner module, key and tensor of every buffer that the module has now."""
+        """Yield every buffer that the model has now: its full name, its module, its name there, its tensor."""
         for path, owner in self.module.named_modules():
             for key, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
                 yield f"{path}.{key}" if path else key, owner, key, tensor
 
     def remember(self, *, is_checked: bool = False) -> list[str]:
-        """Copy every buffer. In a checked step return the names of large buffers with an uncounted write."""
+        """Copy every buffer. If ``is_checked``, return the names of large buffers that changed although torch's
+        version counter shows no write.
+        """
         if self.has_none:
             return []
         known = {id(buffer.tensor): buffer for buffer in self.buffers.values()}
@@ -227,11 +227,11 @@ class ReplicaBuffers:
         return [it for it in _all_models() if it is not self and not it.is_in_step]
 
     def other_modules(self) -> list[nn.Module]:
-        """Return the modules of the other models that all instances have."""
+        """Return the torch modules of all other models of this process that every instance also has."""
         return [it.module for it in _all_models() if it is not self]
 
     def begin_pass(self) -> None:
-        """Copy the buffers of all models before a forward pass that is outside of the micro batches."""
+        """Copy the buffers of all models before a forward pass outside of the loop over micro batches."""
         self._begin([], is_checked=False)
         for other in self._idle_models():
             other.remember()
@@ -270,11 +270,11 @@ class ReplicaBuffers:
         self.is_in_step = False
 
     def end_replica(self, *, has_run: bool) -> None:
-        """Save the buffers that a replica has changed, and restore all buffers for the next local replica."""
+        """Save the buffers that the current replica changed, and restore them for this instance's next replica."""
         self._copies.append(self.store() if has_run else None)
 
     def store(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that the current replica has changed, by key, and restore these buffers."""
+        """Return copies of the buffers that the current replica changed, and set them back to the step's start."""
         changed = find_changed(self._tracked, all_of_them=self.is_checked)
         if not changed:
             return {}
@@ -291,7 +291,7 @@ class ReplicaBuffers:
             self._tracked[key].assign(value)
 
     def end_pass(self) -> None:
-        """End a forward pass outside of the micro batches, and keep a copy of each buffer that the pass wrote."""
+        """End a forward pass outside of the micro batches: keep copies of the buffers that the pass changed."""
         seen = {id(buffer.tensor) for buffer in self._tracked.values()}
         for other in self._idle_models():
             self._track(other, seen)
@@ -301,21 +301,21 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore all buffers to their values at the beginning of the step, and drop the saved changes."""
+        """Set all buffers back to the beginning of the step, and discard the copies of the replicas' changes."""
         for key in find_changed(self._tracked, all_of_them=self.is_checked):
             self._tracked[key].set(self._tracked[key].start)
         self._copies = []
 
     @property
     def start_sums(self) -> list[tuple[str, int]]:
-        """Names and checksums of the model's own buffers at the start of a checked step; otherwise empty."""
+        """Names and checksums of this model's buffers at the step's start; empty if the step is not checked."""
         if not self.is_checked:
             return []
         starts = {name: it.start for name, it in self.buffers.items() if type(it.start) is Tensor}
         return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
-        """Return a bit mask of this model's changed buffers, and the keys of other models' changed buffers."""
+        """Return which buffers the step changed: this model's as a bit mask, other models' as a list of names."""
         keys = set().union(*filter(None, self._copies))
         if not keys:
             return 0, []
@@ -323,7 +323,9 @@ class ReplicaBuffers:
         return own, sorted(keys - set(self.buffers))
 
     def irregular_now(self) -> dict[str, Tensor | None]:
-        """Return the buffers, by key, that a replica created, removed (None), or gave another shape or dtype."""
+        """Return, by name, the buffers that a replica created, removed (value None), or gave another shape or
+        dtype: these buffers have no mean over the replicas.
+        """
         found: dict[str, Tensor | None] = {}
         for label, model in {"": self, **self._others}.items():
             if model.has_none:
@@ -343,18 +345,18 @@ class ReplicaBuffers:
         return found
 
     def set_apart(self, keys: Iterable[str]) -> None:
-        """Exclude the buffers ``keys`` from the next steps, until a buffer of that name changes again."""
+        """Compute no mean of the buffers ``keys`` from now on; only compare them between instances on a change."""
         for key in keys:
             model, name = self._model_of(key)
             model.apart[name] = None
 
     def tensor_of(self, key: str) -> Tensor | None:
-        """Return the buffer that the model has now under ``key``; None if the model has no such buffer."""
+        """Return the present tensor of the buffer ``key`` (a name); None if there is no such buffer now."""
         model, name = self._model_of(key)
         return next((tensor for other, _, _, tensor in model.found() if other == name), None)
 
     def describe(self, key: str) -> str:
-        """Return the name of the buffer ``key`` for a message, with the model's class if this is another model."""
+        """Return the buffer's name for an error message; for a buffer of another model, add the model's class."""
         model, name = self._model_of(key)
         return name if model is self else f"{name} of {type(model.module).__name__}"
 
@@ -364,7 +366,7 @@ class ReplicaBuffers:
 
     @property
     def labels(self) -> list[str]:
-        """Labels of the other models whose buffers belong to this step, sorted."""
+        """The sorted labels (names equal on all instances) of the other models whose buffers this step copies."""
         return sorted(self._others)
 
     @torch.no_grad()
@@ -388,7 +390,7 @@ class ReplicaBuffers:
                 self._tracked[key].assign(value)
 
     def _term(self, kind: Kind, keys: Sequence[str], copies: Mapping[str, Tensor] | None, replica: int) -> Tensor:
-        """Return the flat tensor that a replica adds to the sum: its buffers and the count 1, or zeros."""
+        """Return a replica's buffers and the count 1 as one flat tensor; zeros if the replica does not count."""
         device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
         flat = flatten([*((copies or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
@@ -449,7 +451,7 @@ _models: Final[dict[str, "weakref.ref[ReplicaBuffers]"]] = {}
 
 
 def _all_models() -> Iterator[ReplicaBuffers]:
-    """Yield the wrapped models that still exist, newest first, because an older wrapper may soon be deleted."""
+    """Yield the buffers of each wrapped model of this process that still exists, the newest model first."""
     for label, reference in reversed(tuple(_models.items())):
         model = reference()
         if model is None:
@@ -459,14 +461,14 @@ def _all_models() -> Iterator[ReplicaBuffers]:
 
 
 def _has_same_bits(left: Tensor | None, right: Tensor) -> bool:
-    """Return whether two tensors have the same shape, device and elements; NaN equals NaN here."""
+    """Whether two tensors have the same shape, device and elements; NaN counts as equal to NaN."""
     if left is None or left.shape != right.shape or left.device != right.device:
         return False
     return not _has_other_bits(left, right)
 
 
 def _has_other_bits(left: Tensor, right: Tensor) -> Tensor:
-    """Return whether two tensors of the same shape differ in any element; NaN equals NaN here."""
+    """Return a tensor with one bool: whether two tensors of the same shape differ; NaN equals NaN here."""
     return _other_bits(left, right).any()
 
 

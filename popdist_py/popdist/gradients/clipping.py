@@ -157,7 +157,7 @@ def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) ->
 
 
 def _holders(text: str, parameter: Any) -> list[int]:
-    """Return the instances that have parts of the DTensor ``parameter``; for a plain parameter this instance."""
+    """Return the instances that hold parts of a DTensor ``parameter``; only this instance for other tensors."""
     contract = context.environment().contract
     if is_distributed(parameter):
         ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
@@ -172,7 +172,7 @@ def _holders(text: str, parameter: Any) -> list[int]:
 
 
 def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:
-    """Whether the norm counts this instance's part of ``parameter``; of equal parts only the first counts."""
+    """Whether this instance adds its part of ``parameter`` to the norm; only one of equal copies is added."""
     contract = context.environment().contract
     shards = {contract.parallelism.part_of(instance).shard for instance in instances}
     if len(shards) == 1 and contract.replica_part.shard:

@@ -55,7 +55,7 @@ def check_gradient_dtype(dtype: object) -> torch.dtype | None:
 
 
 def num_real_elements(tensor: Tensor) -> int:
-    """Return the number of real numbers of ``tensor`` on this instance; a complex number counts as two."""
+    """Return how many real numbers this instance has of ``tensor``; a complex number counts as two."""
     return local_part(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
@@ -66,7 +66,7 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split ``flat`` into tensors with the shapes, dtypes and strides of ``like``, perhaps views of ``flat``."""
+    """Split the 1-D tensor ``flat`` into tensors with the shapes, dtypes and strides of the tensors ``like``."""
     parts = flat.split([num_real_elements(tensor) for tensor in like])
     return [_shaped(part, tensor) for part, tensor in zip(parts, like, strict=True)]
 
@@ -79,7 +79,7 @@ def add_flat(left: FlatTensors, right: FlatTensors) -> FlatTensors:
 
 
 def scale_flat(tensors: FlatTensors, *, times: float = 1.0, over: float = 1.0) -> None:
-    """Multiply each of the flat ``tensors`` by ``times`` and divide by ``over``, in place; 1 changes nothing."""
+    """Multiply each of ``tensors`` by ``times`` and divide it by ``over``, in place."""
     for flat in tensors:
         if times != 1:
             flat.mul_(times)
@@ -117,31 +117,33 @@ class FlatBuffer:
     size: int = 0
 
     def append(self, index: int, parameter: Parameter) -> None:
-        """Reserve a slot at the buffer's end for the gradient of ``parameter``, the model's number ``index``."""
+        """Reserve elements at the buffer's end for the gradient of ``parameter``, the model's ``index``-th."""
         self.members.append((index, parameter, self.size))
         self.size += -(-num_real_elements(parameter) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatGradient:
-    """Memory for one gradient of every parameter of a model, in flat buffers."""
+    """Memory for the gradients of all parameters of a model: one 1-D tensor for each device and dtype."""
 
     tensors: FlatTensors
     slots: list[Tensor]  # each parameter's part of ``tensors``; none in narrow buffers
     slot_of: dict[int, Tensor]  # the key is the Python id of the parameter
 
     def clear(self) -> None:
-        """Fill the flat buffers with zeros."""
+        """Set all gradients in this memory to zero."""
         for flat in self.tensors:
             flat.zero_()
 
     def copy(self, other: "FlatGradient") -> None:
-        """Copy the elements of the flat buffers of ``other`` into the flat buffers of this gradient."""
+        """Overwrite the gradients in this memory with the gradients in ``other``, converted to this dtype."""
         for flat, values in zip(self.tensors, other.tensors, strict=True):
             flat.copy_(values)
 
     def move_in(self, parameter: Tensor, *, even_small: bool = True) -> None:
-        """Move ``parameter.grad`` into its slot of a flat buffer, if possible, while the CPU's cache has it."""
+        """Copy ``parameter.grad``, if possible, into this memory, and make ``parameter.grad`` a view of the copy.
+        The copy is fast because the backward pass has just written the gradient, so the CPU's cache contains it.
+        """
         slot = self.slot_of.get(id(parameter))
         if slot is None or (slot.numel() < SMALL and not even_small):
             return
@@ -156,7 +158,7 @@ class FlatGradient:
 
 
 class GradientLayout:
-    """The layout of the gradients of a model's trained parameters in flat buffers, in the order of the model."""
+    """The positions of all gradients of a model in flat buffers: 1-D tensors, one for each device and dtype."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self.names: list[str] = []
@@ -177,7 +179,7 @@ class GradientLayout:
         self._are_narrow = any(wide_dtype(it.dtype) != it.dtype for it in self._parameters)
 
     def __str__(self) -> str:
-        """Return a text of the number and names of parameters and the buffer sizes; equal on all instances."""
+        """Return the number of parameters, a digest of their names, and the buffer sizes, as text to compare."""
         return self._text
 
     @cached_property
@@ -197,9 +199,8 @@ class GradientLayout:
 
     @cached_property
     def moved_early(self) -> frozenset[int]:
-        """The Python ids of parameters whose gradients are moved one by one if no gradient is sent early.
-
-        A large gradient is moved while it is in the cache; for one on an accelerator its stream is recorded.
+        """The Python ids of the parameters whose gradients a hook copies into flat buffers in the backward pass:
+        large parameters, while the CPU's cache contains the gradient, and parameters on an accelerator.
         """
         large = (it for it in self._parameters if not it.is_cpu or local_part(it).numel() >= SMALL)
         return frozenset(map(id, large))
@@ -209,7 +210,7 @@ class GradientLayout:
         return sum(1 << i for i, parameter in enumerate(self._parameters) if parameter.grad is not None)
 
     def not_finite(self) -> int | None:
-        """Return the position of the first parameter whose gradient has NaN or infinity; None if there is none."""
+        """Return the index of the first parameter whose gradient has NaN or infinity; None if all are finite."""
         gradients = [local_gradient(parameter) for parameter in self._parameters]  # all: other instances wait
         found = [(i, gradient.isfinite().all()) for i, gradient in enumerate(gradients) if gradient is not None]
         # one wait for an accelerator is enough for all its gradients
@@ -222,7 +223,7 @@ class GradientLayout:
             parameter.grad = None
 
     def make_wide(self, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Return memory for one gradient in float32 or float64: ``tensors``, or new tensors of zeros for None."""
+        """Return memory for all gradients in float32 or float64: in ``tensors``, or if None in new tensors."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in buffers]
         found = {
@@ -235,14 +236,16 @@ class GradientLayout:
         return FlatGradient(tensors=tensors, slots=slots, slot_of=slot_of)
 
     def make_narrow(self, dtype: torch.dtype, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Return memory of ``dtype`` for the sum over replicas: ``tensors``, or new tensors of zeros for None."""
+        """Return memory for all gradients in a 16-bit ``dtype``: in ``tensors``, or if None in new tensors."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=dtype, device=it.device) for it in buffers]
         return FlatGradient(tensors=tensors, slots=[], slot_of={})
 
     @torch.no_grad()
     def fill(self, into: FlatGradient, times: float = 1.0, *, clears: bool = False) -> int:
-        """Copy each ``.grad`` (None: zeros) into ``into``, times ``times``; return the mask of :meth:`used`."""
+        """Copy each parameter's ``.grad``, multiplied by ``times``, into the memory ``into``; zeros for None.
+        Return a bit mask of the parameters that have a gradient.
+        """
         used, slots, gradients = 0, list[Tensor](), list[Tensor]()
         for position, (parameter, slot) in enumerate(zip(self._parameters, into.slots, strict=True)):
             gradient = parameter.grad
@@ -268,7 +271,7 @@ class GradientLayout:
         return used
 
     def set_gradients(self, source: FlatGradient, used: int) -> None:
-        """Set ``.grad`` of each parameter in the mask ``used`` to its part of ``source``, all others to None."""
+        """Set ``.grad`` of each parameter in the mask ``used`` to its gradient in ``source``, others to None."""
         for position, (parameter, slot) in enumerate(zip(self._parameters, source.slots, strict=True)):
             if not used >> position & 1:
                 parameter.grad = None
@@ -283,7 +286,7 @@ class GradientLayout:
 
 
 def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
-    """Return the elements of ``flat`` from position ``start``, in the shape and strides of ``parameter``."""
+    """Return a view of the 1-D tensor ``flat`` from element ``start``, with the shape of ``parameter``."""
     part = flat[start : start + num_real_elements(parameter)]
     if parameter.is_complex():
         part = torch.view_as_complex(part.view(-1, 2))
@@ -292,13 +295,15 @@ def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
 
 
 def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:
-    """Return the partial sums (nodes of the tree of additions) that ``instance`` computes from its replicas."""
+    """Return the nodes (partial sums) of the addition tree that ``instance`` computes from its own replicas."""
     replicas = layout.replicas_of(instance)
     return aligned_nodes(replicas.start, replicas.stop, layout.num_replicas)
 
 
 def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | None:
-    """Return for each host the partial sum (tree node) of its replicas; None if its replicas form no node."""
+    """Return each host's node (partial sum) in the addition tree over all replicas; None if the number of replicas
+    on a host is no power of two, so that one node cannot have exactly these replicas.
+    """
     block = layout.num_local_replicas * num_local
     if block & (block - 1):
         return None
@@ -319,7 +324,7 @@ def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) ->
 
 
 def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:
-    """Overwrite the first of ``own``, the partial sums of this instance, with the sum over all instances."""
+    """Overwrite ``own[0]`` with the sum over all instances; ``own`` has the partial sums of this instance."""
     sum_over_hosts(group, layout, own[0].device).all_reduce(own, sum_of(own[0].dtype))
 
 
@@ -328,7 +333,7 @@ NEAR: Final = 16
 
 
 def joined(runs: Sequence[range]) -> list[range]:
-    """Return ``runs``, ranges of elements, in ascending order; runs with only a small gap become one range."""
+    """Return the ranges ``runs`` in ascending order, and join ranges with a gap of less than ``NEAR``."""
     found: list[range] = []
     for run in sorted((run for run in runs if run), key=lambda run: run.start):
         if found and run.start - found[-1].stop < NEAR:
@@ -341,7 +346,9 @@ def joined(runs: Sequence[range]) -> list[range]:
 def scatter_sum(
     group: Group, layout: ReplicaLayout, own: Sequence[Tensor], wanted: Sequence[Sequence[range]]
 ) -> None:
-    """Add the partial sums ``own`` of all instances; each gets only its ``wanted`` ranges, in ``own[0]``."""
+    """Add the partial sums ``own`` of all instances, as reduce-scatter does: afterwards ``own[0]`` has the sum,
+    but only in those ranges of elements that ``wanted`` lists for this instance.
+    """
     reduction, op = sum_over_hosts(group, layout, own[0].device), sum_of(own[0].dtype)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
     for number in range(max(map(len, rounds))):
@@ -360,7 +367,7 @@ def scatter_sum(
 
 
 class SharedSum:
-    """The sum of the instances' flat tensors in memory that all instances of the job share on one host."""
+    """The sum of 1-D tensors over all instances of a job on one host, computed in shared memory."""
 
     def __init__(self, host: HostGroup, layout: ReplicaLayout, forms: Sequence[tuple[int, torch.dtype]]) -> None:
         self._host = host
@@ -377,7 +384,7 @@ class SharedSum:
             self._place_mine(self._reserved.row)
 
     def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
-        """Overwrite this instance's first partial sum with the job's sum; return False if memory is short."""
+        """Add all instances' partial sums ``own`` into ``mine[0]``; return False if the host lacks memory."""
         # only now do the instances know that all of them have the same forms
         if not self._reductions and not self._connect():
             return False
@@ -416,7 +423,7 @@ class SharedSum:
         self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
 
     def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
-        """Return the flat tensors of partial sum ``position`` in an instance's ``memory``, cache line aligned."""
+        """Return views of an instance's ``memory``: the 1-D tensors of its partial sum number ``position``."""
         start, tensors = position * sum(self._stretches), []
         for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
             tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
@@ -432,7 +439,7 @@ class RepeatedSum:
         self._shared: SharedSum | None = None
 
     def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
-        """Return the sum over all replicas from ``own``, this instance's partial sums. All instances call this."""
+        """Return the sum over all replicas; ``own`` are this instance's partial sums. All instances call this."""
         if layout.num_instances == 1:
             return finish(own, layout.num_replicas, add_flat)
         rows, host = list(own.values()), group.backend.host_group

@@ -39,7 +39,7 @@ class KeptGradients(GradientKeeper):
         memory.begin_step()
 
     def begin(self, *, scales: bool) -> int:
-        """Begin a step on a batch; return a digest of gradients to send during the backward pass, 0 if none."""
+        """Begin a step; return a digest of the gradients to send already in the backward pass, 0 if none."""
         overlap = self._memory.overlap
         if overlap is not None and self._find_parts() is None:
             self._early = overlap.begin_step(scales=scales)
@@ -47,7 +47,7 @@ class KeptGradients(GradientKeeper):
         return 0 if self._early is None else self._early.number
 
     def announce(self, header: Exchange) -> None:
-        """Keep ``header``, the running exchange of the headers with which all instances begin the step."""
+        """Keep ``header``, the pending exchange of messages by which all instances agree to begin the step."""
         self._has_begun = True
         if self._early is not None:
             self._early.set_header(header)
@@ -93,7 +93,7 @@ class KeptGradients(GradientKeeper):
         self._push(index, room)
 
     def close(self) -> int:
-        """Send the remaining buckets, if some were sent early; return a code for the way of addition."""
+        """If gradients were sent in the backward pass, send the rest. Return a code: how instances add them."""
         self._parts = self._find_parts()
         way = 0 if self._early is None else self._early.close(self._replicas.values)
         return way if self._parts is None else self._parts.number
@@ -106,7 +106,7 @@ class KeptGradients(GradientKeeper):
             parts.replace_grads(self._memory.group)
 
     def end(self) -> None:
-        """Release the network channel, so that another step can send gradients early. Never raises."""
+        """Release the network channel on which a step sends in its backward pass. Never raises."""
         if self._early is not None:
             self._early.end()
 
@@ -131,7 +131,7 @@ class KeptGradients(GradientKeeper):
         return self._open[replica]
 
     def _find_parts(self) -> GradientParts | None:
-        """Return the parts of the sum that single instances need; None if every instance needs the whole sum."""
+        """Return which elements of the gradients each instance's optimizer needs; None if all need all."""
         if self._memory.shared is not None or len(self._memory.group.instances) == 1:
             return None
         return parts_of(self.gradients)
@@ -146,7 +146,7 @@ class KeptGradients(GradientKeeper):
         return self._memory.widened(self._sum_at_end(1.0, parts), over)
 
     def _sum_at_end(self, over: float, parts: GradientParts | None) -> FlatGradient:
-        """Return the sum over all replicas, divided by ``over``, which is computed after all backward passes."""
+        """Add the gradients of all replicas, after all backward passes; return the sum, divided by ``over``."""
         memory, own = self._memory, self._replicas.values
         if (total := memory.sum_in_host(own, over)) is not None:
             return total

@@ -132,9 +132,7 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum of ``own`` over all instances, divided by ``over``; None if the instances share no
-        memory.
-        """
+        """Return the sum of ``own`` over all instances, divided by ``over``; None without shared memory."""
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None
@@ -150,9 +148,7 @@ class GradientMemory:
         return narrow
 
     def widened(self, total: FlatGradient, over: float) -> FlatGradient:
-        """Return a copy of the sum of gradients ``total``, divided by ``over``. The buffers of ``total`` have a
-        16-bit dtype, and the copy is computed and stored in float32 (float64 for parameters in float64).
-        """
+        """Return a copy of the 16-bit gradients ``total``, divided by ``over``, in float32 or float64."""
         wide = self.of_micro_batches.get()
         wide.copy(total)
         scale_flat(wide.tensors, over=over)
@@ -188,7 +184,9 @@ class ModelGradients:
         }
 
     def remove(self) -> tuple[dict[int, Tensor], bool]:
-        """Set every ``.grad`` to None; return the unused gradients by Python id, and whether any had been used."""
+        """Set every ``.grad`` to None. Return the gradients that no optimizer has used, by the Python id of the
+        parameter, and whether an optimizer has used other gradients.
+        """
         parameters = self.parameters()
         if parameters:
             self.device = parameters[0].device
@@ -227,7 +225,9 @@ class _Kept:
 
 
 class OldGradients:
-    """The gradients that a model has when a step begins: removed, and ``kept`` if no optimizer has used them."""
+    """The gradients that a model has from before a step. The step removes them from ``.grad``, and keeps those
+    that no optimizer has used, to add them to the new gradients or to raise an error.
+    """
 
     __slots__ = ("_gradients", "_is_decided", "_module", "kept")
 
@@ -260,7 +260,7 @@ class OldGradients:
         self.kept = found
 
     def number(self, *, add: bool) -> int:
-        """Return a code for the kept gradients that is sent to all instances; 0 if no gradients are kept."""
+        """Return a number, which says which unused gradients this instance has, for all instances; 0 if none."""
         if not self.kept or self._is_decided:
             return 0
         if add:  # a digest of the gradients' parameters; otherwise the first parameter's position plus 1
@@ -276,7 +276,7 @@ class OldGradients:
     def drop_unless_added(
         self, numbers: Mapping[int, int], *, add: bool, name: Callable[[list[int]], str] = name_instances
     ) -> None:
-        """Drop the kept gradients unless ``add``; raise GradientError if an unused gradient would be lost."""
+        """Drop the gradients from before the step unless ``add``; raise GradientError if one is still unused."""
         self._is_decided = True
         if add and len(set(numbers.values())) > 1:
             raise GradientError(
@@ -303,7 +303,7 @@ class OldGradients:
 
     @torch.no_grad()
     def add_to_new(self) -> None:
-        """Add each kept gradient to the step's ``.grad``; if the step made none, restore the kept gradient."""
+        """Add each gradient from before the step to the new ``.grad``; restore it if there is no new one."""
         for kept in self.kept:
             parameter, new = kept.parameter, kept.parameter.grad
             if new is None:

@@ -47,9 +47,8 @@ def is_used(gradient: Any) -> bool:
 
 
 def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:
-    """Set every ``.grad`` to None; return the gradients that no optimizer has used, and whether any was used.
-
-    The key of a gradient is the identity of its parameter.
+    """Set every ``.grad`` to None. Return the gradients that no optimizer has used, by the Python id of the
+    parameter, and whether an optimizer has used other gradients.
     """
     unused, are_some_used = dict[int, Tensor](), False
     for parameter in parameters:
@@ -69,9 +68,8 @@ def stepped_parameters() -> set[int]:
 
 
 def digest_of_rates(parameters: Collection[int]) -> int:
-    """Return a digest of the learning rates and other numbers in the groups of ``parameters``, given by id.
-
-    Only optimizers that have made a step count. A learning rate that is a tensor is ignored.
+    """Return a digest of the learning rates and other numeric settings with which optimizers have stepped on
+    ``parameters``, which are given by Python ids. A learning rate that is a tensor is ignored.
     """
     groups = (group for optimizer in tuple(_optimizers) for group in optimizer.param_groups)
     return sum(
@@ -126,11 +124,12 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """Record that a step of ``model`` begins. This ends the step before, unless a loader is being read."""
+        """Record that a step of ``model`` begins. The loop's step before ends now if it had a step of ``model``;
+        but if the program reads a loader of popdist, that step ends at the loader's next batch.
+        """
         if self._num_open_loaders:
             return
-        # if several models take turns, each has had its step; a closure's steps begin before the optimizer has
-        # stepped
+        # several models may have steps before one optimizer step, and a closure repeats steps before it
         if model in self._begun and self.num_optimizer_steps != self._num_steps_before:
             self.end_step()
         if not self._begun:
@@ -164,14 +163,14 @@ def _count_step(optimizer: Optimizer, *_: object) -> None:
 def _wrap_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return a step's arguments with a closure that marks its gradients as used, so that they may be dropped."""
+    """Return the arguments of ``optimizer.step`` with a closure that also marks the gradients as used."""
     return with_closure(optimizer, args, kwargs, lambda: mark_step(optimizer))
 
 
 def with_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return an optimizer step's arguments with a closure that ends by ``do_after()``; None without a closure."""
+    """Return the arguments of ``optimizer.step`` with a closure that also calls ``do_after``; None if none."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return None

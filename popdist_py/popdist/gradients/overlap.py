@@ -100,10 +100,7 @@ def keep_freed_memory() -> None:
 
 
 class Overlap:
-    """The buckets of one model's gradients, in the order in which the buckets are sent, and their memory.
-
-    The tables belong together: all are made once from one layout, so that a step only looks up numbers.
-    """
+    """The buckets of a model's gradients that are sent while the backward pass still runs, and their memory."""
 
     replica: FlatGradient  # the gradient of this instance's last replica; ``sent`` itself if it is not rounded
     sent: FlatGradient  # the gradients that this instance has sent early
@@ -171,16 +168,12 @@ class Overlap:
         ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
-        """Return the sum of the gradients that the step sends during its backward pass; None if the step sends no
-        gradient then.
-        """
+        """Return the object that adds the gradients sent in the backward pass; None if none are sent then."""
         number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
     def number_of_step(self) -> int:
-        """Return a digest of the gradients that this instance would send during the backward pass; 0 if it would
-        send none.
-        """
+        """Return a digest of the gradients that this instance can send in the next backward pass; 0 if none."""
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
@@ -199,7 +192,7 @@ class Overlap:
             total.post_receives()
 
     def send(self, number: int, own: Sequence[Tensor]) -> None:
-        """Send bucket ``number``, so that the job adds it; ``own`` are this instance's partial sums."""
+        """Send this instance's partial sums ``own`` of bucket ``number``, to be added over all instances."""
         first = self.buckets[number].start
         for run, total in self._pieces[number]:
             total.send([flat[run.start - first : run.stop - first] for flat in own])
@@ -223,7 +216,7 @@ class Overlap:
         return total
 
     def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
-        """Record which parameters got a gradient, and whether the gradients sent early were final."""
+        """Record which parameters got a gradient in a step, and whether sent gradients stayed unchanged."""
         # without a new parameter the program itself has changed a sent gradient, and would do so again
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
@@ -252,7 +245,7 @@ class LastMicroBatch:
         self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
 
     def check_stream(self, parameter: Tensor) -> None:
-        """Check whether this thread may read a new gradient in its stream; if not, stop early sending."""
+        """Stop sending in this backward pass if this thread's stream may not read the new gradient."""
         self._is_blocked |= not self._is_in_order(parameter.device) or (
             parameter.grad is not None and parameter.grad.layout != torch.strided
         )
@@ -264,7 +257,7 @@ class LastMicroBatch:
 
     @torch.no_grad()
     def add(self, number: int, weight_scale: float) -> list[Tensor]:
-        """Return this instance's partial sums of bucket ``number``, bitwise equal to the final partial sums."""
+        """Add this micro batch's bucket ``number`` to earlier ones; return this instance's partial sums of it."""
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
             slot = wide.slot_of[id(parameter)]
@@ -293,7 +286,7 @@ class LastMicroBatch:
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left + right``, and write the sum over ``right``, because the step still needs ``left``."""
+    """Return ``left + right`` in the memory of ``right``, because the step still needs ``left``."""
     return torch.add(left, right, out=right)
 
 
@@ -302,10 +295,7 @@ _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OverlappedSum:
-    """The sum of one step's gradients that are sent early; until the sum has ended, no other step sends early.
-
-    The flags and counts belong together: one lock guards them, as each gradient may change several.
-    """
+    """The sum, over all instances, of one step's gradients that are sent already during the backward pass."""
 
     def __init__(self, overlap: Overlap, number: int, *, scales: bool) -> None:
         self.number = number  # a digest of the gradients that this instance would send
@@ -322,7 +312,7 @@ class OverlappedSum:
         overlap.channel.is_in_use = True
 
     def set_header(self, announced: Exchange) -> None:
-        """Keep ``announced``, the running exchange of the headers with which all instances begin the step."""
+        """Keep ``announced``, the pending exchange of messages by which all instances agree to begin the step."""
         self._announced = announced
         announced.peek()
 
@@ -334,7 +324,7 @@ class OverlappedSum:
             self._last = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Send each bucket that the gradient of ``parameter`` completes, if all have agreed to send early."""
+        """Send each bucket that the gradient of ``parameter`` completes, if all instances agree to send now."""
         if self._last is None:
             return
         with self._lock:
@@ -349,7 +339,9 @@ class OverlappedSum:
                 self._num_early += 1
 
     def close(self, own: Sequence[FlatGradient]) -> int:
-        """Send the remaining buckets ``own``; return a negative code if all sent ones were right, otherwise 0."""
+        """Send the remaining buckets of the partial sums ``own``. Return a code below 0; 0 if a gradient has
+        changed after it was sent, or if the instances have not agreed to send in the backward pass.
+        """
         with self._lock:
             if not self._is_agreed():
                 return 0
@@ -361,7 +353,7 @@ class OverlappedSum:
             return -self.number if is_final else 0
 
     def wait(self, over: float, *, are_right: bool) -> FlatGradient | None:
-        """Wait for the sent buckets; return the sums divided by ``over``, or None if a sent gradient was wrong."""
+        """Wait for all sent buckets. Return their sums, divided by ``over``; None if not ``are_right``."""
         was_sent, self._num_sent = self._num_sent > 0, 0
         if are_right:
             return self._overlap.finish(over)
@@ -370,7 +362,7 @@ class OverlappedSum:
         return None
 
     def end(self) -> None:
-        """End this sum, so that another step can send early; an abandoned step sends its rest. Never raises."""
+        """End this sum; if the step was abandoned, first send the buckets that others wait for. Never raises."""
         with self._lock:
             if self._is_over:
                 return
@@ -391,7 +383,7 @@ class OverlappedSum:
             self._num_awaited[bucket] -= id(parameter) in self._overlap.expected
 
     def _is_agreed(self) -> bool:
-        """Whether all instances have agreed to send the same gradients early."""
+        """Whether all instances have agreed to send the same gradients during the backward pass."""
         if self._weight_scale is None and self._announced is not None and not self._is_refused:
             numbers = self._announced.peek()
             if numbers is not None:
@@ -404,7 +396,7 @@ class OverlappedSum:
         return self._weight_scale is not None
 
     def _protected(self, send: Callable[[], None]) -> None:
-        """Call ``send``; if it raises, stop all early sending, because nobody knows which data were sent."""
+        """Call ``send``; if it raises, end the network channel, because it is unknown which data were sent."""
         try:
             send()
         except BaseException:

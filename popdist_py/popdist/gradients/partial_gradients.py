@@ -72,7 +72,7 @@ class GradientElsewhere(Tensor):
 
 
 def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
-    """Return ``value`` with each GradientElsewhere replaced by its whole tensor, also appended to ``wholes``."""
+    """Return ``value`` with each GradientElsewhere replaced by an ordinary tensor; append it to ``wholes``."""
     if isinstance(value, dict):
         return {key: with_wholes(it, wholes) for key, it in value.items()}
     if isinstance(value, list | tuple):
@@ -111,7 +111,7 @@ class PartialGradient(GradientElsewhere):
         self._step = step
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes more
-        """Return the name, shape and dtype; the elements would need a message from every instance."""
+        """Return the name, shape and dtype, but no elements, because other instances have some of them."""
         return f"PartialGradient({self.title}, {tuple(self.shape)}, {self.dtype})"
 
     @property
@@ -152,7 +152,7 @@ class PartialGradient(GradientElsewhere):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Divide ``gradients`` by a GradScaler's scale; all get ``found_inf`` if one instance finds NaN."""
+        """Divide ``gradients`` by a GradScaler's scale; all instances set ``found_inf`` if one finds infinity."""
         parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
         group = parts[0]._step.group  # noqa: SLF001 - the attribute belongs to the same class
         text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
@@ -186,7 +186,7 @@ for _name in _READS_OF_MEMORY.split():
 
 
 class StepGradients:
-    """All partial gradients of one step; one call gathers the elements of all of them."""
+    """The gradients of one step of which each instance has only a part; one call gathers all their parts."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -194,7 +194,7 @@ class StepGradients:
         self._members: list[tuple[weakref.ref[Parameter], weakref.ref[PartialGradient]]] = []
 
     def replace_grad(self, name: str, parameter: Parameter, ranges: Ranges) -> None:
-        """Replace ``parameter.grad`` by a partial gradient, unless ``parameter.grad`` is None."""
+        """Replace ``parameter.grad``, unless it is None, by a tensor of which each instance has only a part."""
         if parameter.grad is not None:
             gradient = PartialGradient(parameter.grad, name, ranges, self)
             parameter.grad = gradient
@@ -230,7 +230,7 @@ def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
 
 
 class GradientParts:
-    """The parts of a model's gradients that the instances need, because their optimizers update only these."""
+    """The elements of a model's gradients that each instance needs, because its optimizer updates only these."""
 
     def __init__(self, gradients: GradientLayout, ranges: Sequence[Ranges]) -> None:
         self.ranges = ranges
@@ -248,7 +248,7 @@ class GradientParts:
         self.number = 1 + int.from_bytes(digest, "little")
 
     def add(self, group: Group, layout: ReplicaLayout, own: Sequence[FlatGradient], over: float) -> FlatGradient:
-        """Return the sum over all replicas, divided by ``over``; right only where this instance needs it."""
+        """Return the sum over all replicas, divided by ``over``; only this instance's elements are correct."""
         for nodes, wanted in zip(zip(*(node.tensors for node in own), strict=True), self._wanted, strict=True):
             scatter_sum(group, layout, nodes, wanted)
             if over != 1:
@@ -257,7 +257,7 @@ class GradientParts:
         return own[0]
 
     def replace_grads(self, group: Group) -> None:
-        """Replace every ``.grad`` of the model by a partial gradient."""
+        """Replace every ``.grad`` of the model by a tensor of which each instance has only a part."""
         step = StepGradients(group)
         for buffer in self._buffers:
             for index, parameter, _ in buffer.members:

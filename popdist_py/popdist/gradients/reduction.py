@@ -54,7 +54,7 @@ NO_SAMPLES: Final = "the batches of all instances have 0 samples, so this step h
 
 
 class NotFinite(NamedTuple):
-    """The place of a gradient with NaN or infinity: the job-wide replica, and the parameter's position."""
+    """The place of a gradient with NaN or infinity: indices of its replica in the job and its parameter."""
 
     replica: int
     parameter: int
@@ -72,14 +72,14 @@ class GradientKeeper:
         self.gradients = gradients
 
     def begin(self, *, scales: bool) -> int:  # noqa: ARG002 - subclasses use the argument
-        """Begin a step on a batch; return a digest of gradients to send during the backward pass, 0 if none."""
+        """Begin a step; return a digest of the gradients to send already in the backward pass, 0 if none."""
         return 0
 
     def announce(self, header: Exchange) -> None:
-        """Keep ``header``, the running exchange of the headers with which all instances begin the step."""
+        """Keep ``header``, the pending exchange of messages by which all instances agree to begin the step."""
 
     def begin_micro_batch(self, index: int, weight: float) -> None:
-        """Begin micro batch ``index`` of this instance, which has samples and this ``weight``."""
+        """Begin micro batch ``index`` of this instance; ``weight`` is the factor of its gradient in the mean."""
         raise NotImplementedError
 
     def add_gradient(self, parameter: Tensor) -> None:
@@ -93,10 +93,10 @@ class GradientKeeper:
         """Add zeros to the sum for micro batch ``index``, which has no samples."""
 
     def complete(self) -> None:
-        """Use the remaining gradients of the step, because no other micro batch follows."""
+        """Handle the gradients that are still left, because the last micro batch of the step has ended."""
 
     def close(self) -> int:
-        """Return a code for the way in which the instances add the step's gradients: see `EndHeader`."""
+        """Return a code that says how the instances add the step's gradients: see ``way`` of `EndHeader`."""
         return 0
 
     def finish(self, over: float, used: int, way: int) -> None:
@@ -137,7 +137,9 @@ class StepAgreement:
     def begin(
         self, accumulation: int, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool
     ) -> None:
-        """Send the weight of this instance's heaviest micro batch and its batch's position to all instances."""
+        """Begin the step: send all instances the position of this instance's batch in its loader, and the largest
+        weight of its micro batches. A weight is the number by which a gradient is multiplied in the mean.
+        """
         self._scales, self._adds = reduction == "mean", add
         old = self._old_number
         if len(self.group.instances) == 1:
@@ -162,7 +164,9 @@ class StepAgreement:
             self.weight_scale()
 
     def weight_scale(self, timeout_seconds: float | None = None) -> float:
-        """Return the divisor of micro batches' weights; the first call waits until all instances have begun."""
+        """Return the number that divides the weights of all micro batches: the largest weight in the job, or 1 for
+        a sum. The first call of a step waits until all instances have begun the step.
+        """
         if self._weight_scale is None and self._begun is not None:
             try:
                 self._compare_begins(self._begun.wait(timeout_seconds), timeout_seconds)
@@ -209,7 +213,7 @@ class StepAgreement:
             self._old.drop_unless_added(number_of, add=self._adds, name=self.group.name)
 
     def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
-        """Return the divisor of the sum over all replicas, which follows from the ``weights`` of all instances."""
+        """Return the divisor of the gradients' sum over all replicas: the sum of ``weights``; 1 if not a mean."""
         total = total_weight(self.layout, tuple(map(tuple, weights)))
         if reduction == "sum":
             return 1.0
@@ -238,7 +242,7 @@ class StepAgreement:
     def finish(
         self, reduction: MeanOrSum, weights: Sequence[float], fault: str | None = None, *, add: bool = False
     ) -> None:
-        """Set ``.grad`` and buffers to the values over all replicas; if an instance has a fault, raise it on all.
+        """Set each ``.grad`` and buffer to its value over all replicas; raise on all instances if one has a fault.
 
         ``weights`` are the weights of this instance's partial sums in the tree of additions over the replicas.
         """
@@ -271,9 +275,7 @@ class StepAgreement:
         keeper.end()
 
     def abandon(self) -> None:
-        """Tell all other instances that this step has no gradient, if the other instances wait for the end of this
-        step. Never raises.
-        """
+        """Tell all other instances, if they wait for the end of this step, that it fails. Never raises."""
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
@@ -297,7 +299,7 @@ class StepAgreement:
     def _exchange_ends(
         self, state: str, way: int, words: Sequence[int], changes: StepChanges = NO_CHANGES
     ) -> tuple[list[EndHeader], list[list[int]]]:
-        """Exchange the messages that end the step; return each instance's header and the numbers after it."""
+        """Exchange the messages that end the step; return each instance's `EndHeader` and its other numbers."""
         size = len(EndHeader._fields)
         numbers = self._start_end(state, way, words, changes).wait()
         return [EndHeader._make(it[:size]) for it in numbers], [it[size:] for it in numbers]
@@ -305,7 +307,7 @@ class StepAgreement:
     def _start_end(
         self, state: str, way: int = 0, words: Sequence[int] = (), changes: StepChanges = NO_CHANGES
     ) -> Exchange:
-        """Send a header that ends the step, and return the exchange; ``state`` is one of ``STATES``."""
+        """Send all instances the message that ends this instance's step; return the pending exchange."""
         has_buffers = self._buffers is not None and self._buffers.buffers
         text = f"add gradients({self._keeper.gradients}" + (f", {self._buffers})" if has_buffers else ")")
         if self._adds:
@@ -322,7 +324,7 @@ class StepAgreement:
         return self.group.start(text, [*header, *words])
 
     def _check_states(self, headers: Sequence[EndHeader], fault: str | None = None) -> None:
-        """Raise an error on every instance if one has no gradient, or if their reductions differ."""
+        """Raise an error on every instance if one has no gradient, or if instances ask for different reductions."""
         states = [STATES[header.state] for header in headers]
         if {*states} == {"goes on"} and len({header.way for header in headers}) > 1:
             raise CollectiveError("the instances add the gradients of different layers: their models differ")
@@ -357,7 +359,7 @@ def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) ->
 
 
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:
-    """Send all instances, in place of a step, that this instance cannot make the step. Never raises."""
+    """Tell all instances, when they begin a step, that this instance cannot make it. Never raises."""
     with suppress(PopdistError):
         header = BeginHeader(heaviest=as_words([refusal])[0])
         group.start(_title(accumulation, add=add), header).wait(ABANDON_SECONDS)
@@ -384,7 +386,7 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
 
 
 def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchError:
-    """Return the error of a step that ``instances`` have made impossible, after a wait for their own errors."""
+    """Return an error that says that ``instances`` made the step fail; wait first for their own errors."""
     wait_for_first_error()
     return MicroBatchError(
         f"{group.name(instances)} {reason}, so this step has no gradient on any instance; if all instances "

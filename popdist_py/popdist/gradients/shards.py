@@ -25,7 +25,7 @@ ALIGNMENT: Final = 128
 
 
 def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bool]) -> list[list[range]]:
-    """Divide the elements of parameters into shares of about equal size; return each share's ranges."""
+    """Divide the elements of all parameters into ``num_shares`` about equal shards; return each one's ranges."""
     shares: list[list[range]] = [[] for _ in range(num_shares)]
     total, start = sum(sizes), 0
     for size, can_cut in zip(sizes, may_cut, strict=True):
@@ -46,7 +46,7 @@ def _cut(position: int, size: int, *, can_cut: bool) -> int:
 
 
 def may_be_cut(parameter: Tensor) -> bool:
-    """Whether an update in parts gives ``parameter`` elements bitwise equal to an update of the whole."""
+    """Whether updating ``parameter`` part by part gives bitwise the same elements as updating it whole."""
     # several threads cut a tensor at other places, and rounding to half precision makes the instructions visible
     is_wide = parameter.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
     return parameter.device.type != "cpu" or is_wide or torch.get_num_threads() == 1
@@ -131,9 +131,7 @@ class ShardExchange:
                 self._rounds[number][member] = views
 
     def run(self) -> None:
-        """Send this instance's elements of each tensor to all other instances, and overwrite the other instances'
-        elements of the tensor with the values that those instances send.
-        """
+        """Exchange elements between all instances, so that each instance has all elements of the tensors."""
         own = self._backend.instances.index(self._backend.instance_index)
         for runs in self._rounds:
             lengths = [sum(map(len, views)) for views in runs]
@@ -157,9 +155,7 @@ def group_by_kind(tensors: Sequence[Sharded]) -> list[list[Sharded]]:
 
 
 def in_rounds(runs: Sequence[Run], width: int) -> list[list[Run]]:
-    """Return the elements of ``runs`` in order, cut into lists of ``width`` elements; the last list may be
-    shorter.
-    """
+    """Cut ``runs``, in order, into lists of ``width`` elements in all; the last list may have fewer elements."""
     rounds: list[list[Run]] = []
     room = 0
     for run in runs:

@@ -49,7 +49,7 @@ class BatchPosition(NamedTuple):
 
 
 class BeginHeader(NamedTuple):
-    """The header that an instance sends when a loop over a whole batch begins."""
+    """The numbers that an instance sends to all instances when its loop over a batch's micro batches begins."""
 
     heaviest: int  # the weight of the heaviest micro batch, as a 64-bit word
     early: int = 0  # a digest of the gradients that would be sent during the backward pass
@@ -63,12 +63,12 @@ class BeginHeader(NamedTuple):
 
     @property
     def heaviest_weight(self) -> float:
-        """The weight of the heaviest micro batch, or a negative number for the reason why there is no step."""
+        """The largest weight of the sender's micro batches; below 0 if the sender cannot make the step."""
         return as_floats([self.heaviest])[0]
 
 
 class EndHeader(NamedTuple):
-    """The header that an instance sends when its step ends; the weights of its partial sums follow."""
+    """The first numbers of the message that an instance sends to all instances when its step ends."""
 
     state: int  # index in ``STATES``
     changes: int  # a digest of used parameters and changed buffers
@@ -99,7 +99,7 @@ def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None
 
 
 class StepChecks:
-    """The checks in one step that the instances agree. This base class checks nothing."""
+    """The checks that all instances have equal weights and fitting batches in a step; none in this base class."""
 
     is_on = False  # whether to make the checks that cost time
     checksum = 0
@@ -110,19 +110,19 @@ class StepChecks:
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
-        """Compare the weights of all instances by their ``checksums``; 0 stands for no checksum."""
+        """Compare the model's weights on all instances by ``checksums``, one for each instance (0 for none)."""
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
-        """Compare the weights if the instances have sent different digests of writes."""
+        """Compare the weights of all instances if ``writes``, digests of how often they were written, differ."""
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
-        """Compare the instances' batches and loaders by their headers."""
+        """Compare the batches and loaders of all instances by the messages with which they begin the step."""
 
     def compare_inputs(self, group: Group) -> None:
-        """Compare the inputs of the model on all instances, in a step of one backward pass outside the loop."""
+        """Compare the model's inputs on all instances, for a step without a loop over micro batches."""
 
     def fault(self) -> str | None:
-        """Return a text about the fault of this instance in the step; None if nothing was wrong."""
+        """Return a text that says what the program did wrong in this step here; None if nothing was wrong."""
         return None
 
     def begin_loop(self) -> None:
@@ -150,7 +150,7 @@ class ModelChecks:
         """Record the inputs of the model outside of micro batches, in a pass with a gradient."""
 
     def watch(self, forward: Callable[[], R]) -> R:
-        """Call ``forward``, the module's forward pass, and return its result; record the state that changes."""
+        """Call ``forward``, a module's forward pass; return its result, and record which attributes it changes."""
         return forward()
 
 
@@ -207,7 +207,7 @@ def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -
 def agree_on_changes(
     group: Group, own: StepChanges, digests: Iterable[int], buffers: ReplicaBuffers | None
 ) -> StepChanges:
-    """Return the union of all instances' ``StepChanges``; raise WeightsError if a buffer differs."""
+    """Return the union of the changes that all instances made in a step; raise WeightsError if buffers differ."""
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels
@@ -276,7 +276,7 @@ def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None
 
 
 def _describe(tensor: Tensor | None) -> str:
-    """Return form and contents of a buffer as text; equal texts mean bitwise equal buffers."""
+    """Return dtype, shape and a digest of a buffer as text; equal texts mean bitwise equal buffers."""
     if tensor is None:
         return "none"
     digest = hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
@@ -284,7 +284,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def raise_fault(group: Group, fault: str | None) -> None:
-    """Raise, on every instance, the fault of the first instance that has a fault; all must call this."""
+    """Raise WeightsError on all instances, with the ``fault`` of the first that has one; all must call this."""
     received = gather_bytes(group, "exchange what is wrong", (fault or "").encode())
     faults = {instance: data.decode() for instance, data in zip(group.instances, received, strict=True) if data}
     raise WeightsError(f"{next(iter(faults.values()))} (found on {group.name(faults)})")

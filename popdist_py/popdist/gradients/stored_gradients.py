@@ -44,7 +44,7 @@ class _Source:
 
 
 class StoredGradient(GradientElsewhere):
-    """A gradient without memory of its own, whose elements are read from a store."""
+    """A gradient without memory of its own, whose elements are read from a file or from other memory."""
 
     source: _Source
 
@@ -86,7 +86,7 @@ class StoredGradient(GradientElsewhere):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Set ``found_inf`` if one of ``gradients`` has NaN or infinity, and record the GradScaler's division."""
+        """Set ``found_inf`` if one of ``gradients`` has NaN or infinity; divide by the scale at each reading."""
         factor = inv_scale.clone()
         for gradient in gradients:
             if not isinstance(gradient, StoredGradient):
@@ -97,7 +97,7 @@ class StoredGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record an operator that changes a stored gradient by numbers; run any other on loaded gradients."""
+        """Record ``func`` for later if it changes a gradient by numbers; run others now, on loaded gradients."""
         name = func.overloadpacket.__name__
         if isinstance(args[0], StoredGradient):
             gradient = args[0]
