@@ -324,7 +324,7 @@ class StepAgreement:
         return self.group.start(text, [*header, *words])
 
     def _check_states(self, headers: Sequence[EndHeader], fault: str | None = None) -> None:
-        """Raise an error on every instance if one has no gradient, or if instances ask for different reductions."""
+        """Raise an error on every instance if one has no gradient, or if they ask for different reductions."""
         states = [STATES[header.state] for header in headers]
         if {*states} == {"goes on"} and len({header.way for header in headers}) > 1:
             raise CollectiveError("the instances add the gradients of different layers: their models differ")

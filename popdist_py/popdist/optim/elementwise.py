@@ -99,7 +99,9 @@ def check_elementwise(
     *,
     asked_by: str = "ShardedOptimizer",
 ) -> frozenset[str]:
-    """Return the names of the elementwise state; raise OptimizerError if elements are not independent."""
+    """Raise OptimizerError if the optimizer does not update each element independently. Return the names of its
+    state tensors that have one number for each element of a parameter.
+    """
     # popdist's own optimizers that may be given pieces need no check
     may_be_given_pieces = asked_by == "ShardedOptimizer" and is_piece_optimizer(optimizer_class)
     if issubclass(optimizer_class, PieceOptimizer) and may_be_given_pieces:
@@ -143,7 +145,7 @@ def _prove(
 
 
 def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
-    """Check on copies of some elements that the optimizer's next step updates each element independently."""
+    """Check, on copies of some elements, that the optimizer's next step updates each element independently."""
     if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
@@ -164,7 +166,7 @@ def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer
 def _step_on_copy(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: slice, factor: float
 ) -> Tensor:
-    """Return ``part`` of a parameter after a step on a copy, in which the gradient is multiplied by ``factor``."""
+    """Make a step on a copy of the elements ``part``, with ``factor`` times their gradient; return the copy."""
     aside = Parameter(parameter.detach().view(-1)[part].clone())
     aside.grad = cast("Tensor", parameter.grad).view(-1)[part] * factor
     state = {name: _own_part(value, parameter, part) for name, value in optimizer.state.get(parameter, {}).items()}
@@ -188,7 +190,7 @@ def _own_part(value: Any, parameter: Tensor, part: slice) -> Any:
 
 
 def _parts_of(whole: Tensor) -> tuple[slice, slice]:
-    """Return two slices that cut a tensor into a smaller and a larger part, or in halves if it is short."""
+    """Return two slices that cut a tensor into a smaller and a larger part; a short tensor into halves."""
     cut = max(whole.numel() // 4, min(64, whole.numel() // 2))
     return slice(0, cut), slice(cut, whole.numel())
 
@@ -205,7 +207,7 @@ def _make(
     settings: Mapping[str, Any],
     parameter: Parameter,
 ) -> Optimizer:
-    """Make an optimizer of the one ``parameter``, with a learning rate that is not 0."""
+    """Make an optimizer that updates only ``parameter``, with a learning rate that is not 0."""
     optimizer = optimizer_class([{**settings, "params": [parameter]}], **defaults)
     if "lr" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["lr"] = _RATE
@@ -213,7 +215,7 @@ def _make(
 
 
 def _train(make: Callable[[Parameter], Optimizer], values: Tensor, gradients: list[Tensor]) -> dict[str, Any]:
-    """Step once with each of ``gradients``, updating ``values`` in place; return the optimizer's state."""
+    """Update ``values`` in place by one optimizer step for each of ``gradients``; return the optimizer's state."""
     parameter = Parameter(values)
     optimizer = make(parameter)
     for gradient in gradients:
@@ -230,7 +232,7 @@ def is_known(optimizer_class: type[Optimizer]) -> bool:
 def signless_names(
     optimizer_class: type[Optimizer], defaults: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of the optimizer's elementwise state that is never negative, such as second moments."""
+    """Return the names of the optimizer's state tensors whose elements are never below 0, as second moments."""
     values = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(
         1 + len(_SIZES), 2 * _EVEN, dtype=torch.float32, generator=values, device="cpu"
@@ -242,7 +244,7 @@ def signless_names(
 
 @functools.cache
 def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
-    """Whether torch's fused CPU kernel gives bitwise equal elements wherever a tensor is cut."""
+    """Whether torch's fused CPU kernel gives the same bits for a whole tensor and for a tensor cut into parts."""
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     values = torch.Generator().manual_seed(0)
@@ -257,5 +259,5 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """Make a step of ``optimizer`` without torch's step hooks, because it is a part of another step or a check."""
+    """Make a step of ``optimizer`` without torch's step hooks, because the program itself made no such step."""
     functools.partial(step_without_hooks(type(optimizer)), optimizer)()

@@ -135,9 +135,7 @@ class LowPrecision(PieceOptimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """Return the names of the inner optimizer's state tensors that have one number for each element of a
-        parameter.
-        """
+        """Return the names of the inner optimizer's state tensors with one number per parameter element."""
         arguments = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
         inside = _check_class(defaults.get("optimizer_class"))
         return check_elementwise(inside, arguments, _inner_settings(settings), device, asked_by="LowPrecision")
@@ -155,7 +153,7 @@ class LowPrecision(PieceOptimizer):
             group["num_steps"] += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the state of a LowPrecision with the same precision and the same inner optimizer.
+        """Load the saved state of a LowPrecision with the same dtypes and the same inner optimizer.
 
         Raises:
             OptimizerError: If the state is of another precision, or of another optimizer.
@@ -190,7 +188,7 @@ class LowPrecision(PieceOptimizer):
         self._know_names(state_dict)
 
     def _know_names(self, state_dict: Mapping[str, Any]) -> None:
-        """Record the names of elementwise state in a saved state, such as the state that ``amsgrad`` adds."""
+        """Record the names of state tensors that a saved state has in addition, such as those of ``amsgrad``."""
         states = state_dict["state"].values()
         names = {
             name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1
@@ -208,7 +206,7 @@ class LowPrecision(PieceOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of torch's optimizers and of LowPrecision for a copy or a pickle."""
+        """Return the attributes that a copy or a pickle of this optimizer contains."""
         names = ("_optimizer_class", "_given", "_names")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}, "_inside": {}}
 
@@ -281,7 +279,7 @@ class LowPrecision(PieceOptimizer):
 
 
 class _InnerStep:
-    """One step of the inner optimizer on a group's parameters, made in several calls on some elements each."""
+    """One step of the inner optimizer on a parameter group; each call updates some elements of a parameter."""
 
     def __init__(self, optimizer: Optimizer, settings: Mapping[str, Any], scale: Tensor | None) -> None:
         self.is_checked = False  # whether the next call checks that elements are independent
@@ -292,7 +290,7 @@ class _InnerStep:
         self._attributes = {} if is_known(type(optimizer)) else _attributes(optimizer)
 
     def step(self, weights: Tensor, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Step on some elements of a parameter, perhaps in place; return the new weights and the new state."""
+        """Step on some elements of a parameter, given in float32; return their new weights and new state."""
         inside = self._optimizer
         vars(inside).update({name: copy(value) for name, value in self._attributes.items()})
         parameter = Parameter(weights)
@@ -308,7 +306,7 @@ class _InnerStep:
 
 
 def _store(wide: Tensor, held: Tensor, name: str, place: Place, group: Mapping[str, Any]) -> None:
-    """Round the float32 tensor ``wide`` into ``held``; both may have the same memory if ``held`` is float32."""
+    """Store ``wide``, a new weight or state tensor in float32, in ``held``, rounded to the dtype of ``held``."""
     wide = wide.detach().reshape(-1).to(torch.float32)
     if held.dtype in HALVES and group["rounding"] == "stochastic":
         round_by_chance(wide, held, name, place, seed=group["seed"], step=group["num_steps"])
@@ -325,7 +323,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _may_be_fused(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings of an optimizer let torch choose the kernel, so that it may be a fused kernel."""
+    """Whether the optimizer's settings allow a fused kernel, because they leave the choice of the kernel open."""
     is_open = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
     return is_open and not settings.get("capturable") and not settings.get("differentiable")
 
@@ -342,12 +340,12 @@ def _check_class(optimizer_class: object) -> type[Optimizer]:
 
 
 def _inner_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group that belong to the inner optimizer."""
+    """Return the settings of a parameter group for the inner optimizer, without LowPrecision's own settings."""
     return {name: value for name, value in group.items() if name not in _NOT_INSIDE}
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return LowPrecision's own settings, checked, with dtypes replaced by their names for checkpoints."""
+    """Check LowPrecision's own settings; return them with the dtypes as names, which checkpoints can store."""
     moments, weights, rounding = settings["moments"], settings["weights"], settings["rounding"]
     if rounding not in ("stochastic", "nearest"):
         raise OptimizerError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")

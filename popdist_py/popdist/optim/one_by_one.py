@@ -46,7 +46,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OneByOne:
-    """An optimizer for one parameter group that updates one parameter at a time, like a step on all parameters.
+    """An optimizer that updates the parameters of a group one by one, with the result of a step on all at once.
 
     ``make`` makes the optimizer with one group of the given parameters; ``kinds`` has the shapes, dtypes and
     devices of the parameters.
@@ -76,11 +76,11 @@ class OneByOne:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that makes the steps, without parameters."""
+        """The torch optimizer that makes the steps; it has no parameters between the steps."""
         return self._inner
 
     def first_state(self, parameter: Parameter) -> State:
-        """Return the optimizer's state after a first step on ``parameter``; then forget this step."""
+        """Return the state that the optimizer makes in a first step on ``parameter``; reset the optimizer."""
         self.begin(self.settings)
         state = self.step(parameter, {}, 0)
         self._begin_anew()
@@ -119,7 +119,7 @@ class OneByOne:
         return settings
 
     def load(self, parameter: Parameter, settings: Mapping[str, Any], state: State) -> State:
-        """Return the state of ``parameter`` after the optimizer has loaded ``state``."""
+        """Let the optimizer load ``state`` for ``parameter``, and return the state that it then has."""
         self._inner.param_groups[0]["params"] = [parameter]
         self._inner.load_state_dict({"state": {0: state}, "param_groups": [{**settings, "params": [0]}]})
         return self._taken_state(parameter)
@@ -140,7 +140,7 @@ class OneByOne:
         vars(self._inner).update(attributes)
 
     def _prove(self, joint: Optimizer) -> None:
-        """Raise OptimizerError unless steps one parameter at a time are bitwise equal to steps of ``joint``."""
+        """Raise OptimizerError unless steps on one parameter after another give the bits of ``joint``'s steps."""
         reason = next((REASONS[it.__name__] for it in type(joint).__mro__ if it.__name__ in _MIXING), None)
         together: list[Parameter] = joint.param_groups[0]["params"]
         apart = [Parameter(parameter.detach().clone()) for parameter in together]

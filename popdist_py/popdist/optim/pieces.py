@@ -48,7 +48,7 @@ WholeSums: TypeAlias = Callable[[NodeSums], Mapping[Tensor, Sequence[float]]]
 
 
 class PieceOptimizer(Optimizer):
-    """An optimizer that accepts pieces of parameters, and the data that it needs about these pieces."""
+    """An optimizer that can update pieces (some consecutive elements) of parameters, not only whole ones."""
 
     exchanges_norms: bool = False
     """Whether a step needs the norms of whole parameters, which instances must exchange."""
@@ -66,7 +66,9 @@ class PieceOptimizer(Optimizer):
             raise
 
     def place(self, pieces: Mapping[Tensor, Piece], whole_sums: WholeSums | None) -> None:
-        """Record which parameters are only pieces; each step will call ``whole_sums`` once."""
+        """Record the place of each piece in its whole parameter, and ``whole_sums``, a function that adds sums
+        over the pieces of all instances; each step calls this function once.
+        """
         self._pieces = pieces
         self._whole_sums = whole_sums
 
@@ -98,9 +100,7 @@ class PieceOptimizer(Optimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """Return the names of the optimizer's state tensors that have one number for each element of a parameter,
-        in a parameter group with these ``settings``.
-        """
+        """Return the names of the state tensors that have one number for each element of a parameter."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ def refuse_distributed(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings of ``state_dict``; return each parameter's state in the saved dtypes, not converted."""
+    """Load the settings of ``state_dict``; return the saved state of each parameter, with unconverted dtypes."""
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -134,7 +134,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def is_piece_optimizer(optimizer_class: type[Optimizer]) -> bool:
-    """Whether ``optimizer_class`` is popdist's own and accepts pieces; False for a subclass in a program."""
+    """Whether ``optimizer_class`` is one of popdist's own optimizers that can update pieces of parameters."""
     return issubclass(optimizer_class, PieceOptimizer) and optimizer_class.__module__ in _OWN
 
 
@@ -150,7 +150,7 @@ def check_number(what: str, value: object, *, minimum: float = 0.0, below: float
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy, without gaps and with its dimensions in the memory order of ``parameter``."""
+    """Return ``tensor`` with the memory order of ``parameter``; a copy if its own strides are different."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
     stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
@@ -179,13 +179,13 @@ def square_sums(flats: Sequence[Tensor]) -> list[float]:
 
 
 def node_sums(elements: Tensor, piece: Piece) -> list[float]:
-    """Return the sum of squares of each tree node of ``piece``; ``elements`` are the piece's elements."""
+    """Return sums of squares over parts of ``elements``, one for each addition-tree node within ``piece``."""
     start = piece.elements.start
     return square_sums([elements[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
 
 
 def runs_of_nodes(piece: Piece) -> list[range]:
-    """Return the range of elements of each tree node (partial sum) in ``piece``, from left to right."""
+    """Return the ranges of elements that the addition tree's nodes (partial sums) within ``piece`` cover."""
     num_blocks = math.ceil(piece.num_elements / BLOCK)
     first, last = piece.elements.start // BLOCK, math.ceil(piece.elements.stop / BLOCK)
     spans = [span(node, num_blocks) for node in aligned_nodes(first, last, num_blocks)]

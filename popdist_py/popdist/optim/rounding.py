@@ -95,7 +95,7 @@ def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], 
 
 
 def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
-    """Return the random words for the elements of ``held``, one row for each block of 128 elements."""
+    """Return the random 32-bit numbers for the elements of ``held``: a row for each block of 128 elements."""
     # for float16, word w of call c belongs to element 32 w + c of a block; for bfloat16, its lower half belongs to
     # element 16 w + c, and its upper half to element 64 + 16 w + c
     num_blocks = -(-len(held) // BLOCK)
@@ -109,7 +109,7 @@ def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) 
 
 
 def _float16_bits(bits: Tensor, size: Tensor, words: Tensor) -> Tensor:
-    """Return the bits of float16 for numbers up to float16's largest finite number."""
+    """Round float32 numbers, given by their ``bits``, to float16 by random ``words``; return float16's bits."""
     normal = (size + (words >> 19) >> 13) - _OTHER_EXPONENTS
     is_small = size < _LEAST_NORMAL_FLOAT16
     units = torch.where(is_small, size, 0).to(torch.int32).view(torch.float32) * 2.0**24

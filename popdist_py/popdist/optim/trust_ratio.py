@@ -32,7 +32,7 @@ _CACHED_ELEMENTS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedUpdate:
-    """Parameters with a prepared update; the norm of each is compared with the norm of its ``measured`` tensor."""
+    """Parameters of a group whose update is prepared, and for each the tensor whose norm the update needs."""
 
     group: Settings
     parameters: list[Tensor]
@@ -60,9 +60,7 @@ class TrustRatioOptimizer(PieceOptimizer):
         settings: Mapping[str, Any],  # noqa: ARG003 - the names are equal for all settings
         device: torch.device,  # noqa: ARG003 - the names are equal on all devices
     ) -> frozenset[str]:
-        """Return the names of the optimizer's state tensors that have one number for each element of a parameter.
-        The names are always the same, whatever the arguments are.
-        """
+        """Return the names of the state tensors that have one number for each element of a parameter."""
         return cls.element_names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -79,7 +77,7 @@ class TrustRatioOptimizer(PieceOptimizer):
         raise NotImplementedError
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Update the weights by ``norms`` of weights and measured tensors; None means no trust ratio."""
+        """Update the prepared parameters; ``norms`` are the two norms of each, or None for no trust ratio."""
         raise NotImplementedError
 
     def update(self) -> None:

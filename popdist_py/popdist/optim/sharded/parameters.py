@@ -114,7 +114,7 @@ def gather_state(
     keys: frozenset[str],
     text: str,
 ) -> Iterator[tuple[ShardedParameter, State]]:
-    """Yield the whole state of each parameter that has a state; all instances must iterate to the end."""
+    """Yield the optimizer state of each parameter, gathered from all instances; all must iterate to the end."""
     with fail_together(group, f"{text}, its form", OptimizerError):
         described_here = _describe_all(sharded, states, keys)
     everybody = gather_json(group, text, described_here)
@@ -132,7 +132,7 @@ def gather_state(
 
 
 def own_state(parameter: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
-    """Return this instance's part of the ``whole`` state of one parameter, in new tensors on its device."""
+    """Return this instance's part of the optimizer state ``whole`` of a parameter, copied to its device."""
     device = parameter.whole.device
     return {
         key: parameter.shard_of(value).to(device, copy=True)
@@ -165,9 +165,7 @@ def _describe_all(
 
 
 def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
-    """Return a description of one parameter's optimizer state as JSON values. Of a tensor with a number for each
-    element of the parameter, only the dtype is described; other values are contained completely.
-    """
+    """Return a parameter's optimizer state as JSON values; of elementwise tensors, only the dtype."""
     return {
         key: ["elements", _name(value.dtype)]
         if _is_of_elements(key, value, keys, parameter.shard.shape)

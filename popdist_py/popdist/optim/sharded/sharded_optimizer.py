@@ -47,7 +47,7 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Return ``settings`` as text of further arguments; only the name if the value's type is not in ``PLAIN``."""
+    """Return ``settings`` as text, such as ``, lr=0.1``; without the value if it is no number, text or tuple."""
     return "".join(
         f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
     )
@@ -73,7 +73,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
 
 
 def digest_of_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
-    """Return a digest of the settings ``names`` of an optimizer's groups, of types in ``PLAIN`` only."""
+    """Return a digest of the settings ``names`` in all parameter groups, to compare them between instances."""
     known = sorted(names)
     texts = [repr([group.get(name) for name in known if isinstance(group.get(name), PLAIN)]) for group in groups]
     return int.from_bytes(hashlib.blake2b("\n".join(texts).encode(), digest_size=7).digest(), "little")
@@ -366,7 +366,7 @@ _NUM_SUMS: Final = 2
 
 
 class NormExchange:
-    """The exchange of the norms of cut parameters between instances; one message per step has all norms."""
+    """The exchange of norms of parameters of which several instances have parts; one exchange in each step."""
 
     def __init__(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
         self._group = group
@@ -377,7 +377,7 @@ class NormExchange:
         self._is_over = True  # whether the exchange of this step is finished
 
     def begin_step(self) -> None:
-        """Begin a step of the optimizer: from now on one exchange of norms is due."""
+        """Begin a step of the optimizer, in which the instances must exchange norms once."""
         self._is_over = not self._cut
 
     def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
@@ -411,9 +411,7 @@ class NormExchange:
             self._gather([1.0])
 
     def _numbers_of(self, own: NodeSums) -> list[float]:
-        """Return the partial sums, of all parameters in turn, that this instance sends to the other instances; a
-        parameter without a gradient has zeros.
-        """
+        """Return the partial sums that this instance sends, of all parameters; zeros without a gradient."""
         mine = self._group.backend.instance_index
         numbers: list[float] = []
         for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):
