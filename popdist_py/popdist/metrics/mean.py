@@ -43,7 +43,7 @@ class _ExactSum:
                 self.infinite += number
 
     def __str__(self) -> str:
-        """Return the exact sum as text of two words, which :meth:`add_words` can add."""
+        """Return the exact sum as text: the finite part as a hexadecimal number, and 0.0, inf or nan."""
         return f"{self.num_units:x} {self.infinite}"
 
     def add_words(self, num_units: str, infinite: str) -> None:

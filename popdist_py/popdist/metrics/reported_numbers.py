@@ -33,7 +33,7 @@ OnReport = Callable[[dict[str, float], int | None], object]
 
 
 class NumberPipe:
-    """A pipe that sends reported numbers to poprun's agent; without a pipe the numbers are dropped."""
+    """A pipe that sends the numbers that a program reports to poprun; without poprun numbers are dropped."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -59,7 +59,7 @@ class NumberPipe:
         self._descriptor = -1
 
     def send(self, numbers: dict[str, float]) -> None:
-        """Write ``numbers`` to the pipe immediately, or soon, together with later numbers."""
+        """Write ``numbers`` to the pipe; within 10 ms of the last write, only together with later numbers."""
         if self._descriptor >= 0:
             self._unsent |= numbers
             if time.monotonic() >= self._next_seconds:
