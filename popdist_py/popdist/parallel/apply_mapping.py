@@ -142,7 +142,7 @@ def parallelize(
 
 
 def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -> Mapping:
-    """Return the mapping that divides the model. Raise ContractError if the mapping does not suit this job."""
+    """Return the mapping: how instances divide a model. Raise ContractError if it does not fit this job."""
     names = mesh.mesh_dim_names or ()
     if not set(DIMENSIONS) <= set(names):
         raise ContractError(f"mesh has the dimensions {names}: parallelize() needs {', '.join(DIMENSIONS)}")
@@ -174,7 +174,7 @@ def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping:
-    """Return the mapping that ``poprun-size`` wrote to the file ``path``. Raise ContractError if that fails."""
+    """Read the mapping (how instances divide a model) in the file ``path``; raise ContractError if that fails."""
     try:
         return loaded(Path(path).read_text(encoding="utf-8"), os.fspath(path)).mapping
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +184,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping:
 
 
 def _roles_of_llama(model: nn.Module) -> Roles:
-    """Return the roles of the modules of a ``LlamaForCausalLM``. Raise WeightsError for another model."""
+    """Return which modules of a ``LlamaForCausalLM`` are layers, norms, head ...; refuse every other model."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ != "LlamaForCausalLM" or config is None:
         raise WeightsError(
@@ -209,7 +209,7 @@ def _roles_of_llama(model: nn.Module) -> Roles:
 
 
 def _check_roles(model: nn.Module, roles: Roles) -> None:
-    """Check that the modules that ``roles`` name exist, and have classes that torch can divide."""
+    """Check that all modules named in ``roles`` exist, and have classes that torch can divide."""
     layers = _module(model, roles.layers, nn.ModuleList)
     for name in (*roles.before, *roles.behind):
         _module(model, name, {roles.embedding: nn.Embedding, roles.head: nn.Linear}.get(name, nn.Module))
@@ -237,7 +237,7 @@ def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "")
 
 
 def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int]:
-    """Return the owner, the key and the value of the integer attribute ``name`` of ``layer``."""
+    """Find the integer attribute ``name``, such as ``attention.heads``; return its module, key and value."""
     path, _, key = name.rpartition(".")
     owner = _module(layer, path, nn.Module, place)
     value = getattr(owner, key, None)
@@ -247,7 +247,7 @@ def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int
 
 
 def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[range]:
-    """Return the layers of each pipeline stage. Raise WeightsError if ``mapping`` cannot divide the layers."""
+    """Return each pipeline stage's range of layers. Raise WeightsError if ``mapping`` cannot divide the layers."""
     layers = _module(model, roles.layers, nn.ModuleList)
     widths = dict.fromkeys(
         [
@@ -271,7 +271,7 @@ def _dealt_layers(model: nn.Module, roles: Roles, mapping: Mapping) -> list[rang
 
 
 def _check_places(model: nn.Module, roles: Roles, stages: Sequence[range]) -> None:
-    """Check that each parameter belongs to exactly one pipeline stage. Raise WeightsError otherwise."""
+    """Raise WeightsError unless each parameter of ``model`` belongs to exactly one pipeline stage."""
     last = len(stages) - 1
     starts = {f"{name}.": 0 for name in roles.before} | {f"{name}.": last for name in roles.behind}
     starts |= {f"{roles.layers}.{layer}.": stage for stage, layers in enumerate(stages) for layer in layers}

@@ -93,7 +93,7 @@ def describe(
 
 
 def _measure(module: nn.Module, sample: Any, device: str, blocks: set[nn.Module]) -> OperationMeter:
-    """Measure the forward pass of a copy of ``module`` whose tensors have no memory, and return the meter."""
+    """Count the operations in a forward pass of ``module``, on tensors without memory; return all counts."""
     names = {name for name, member in module.named_modules() if member in blocks}
     entered = [type(module).__name__]
     meter: OperationMeter | None = None
@@ -131,7 +131,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _without_memory(value: Any, device: str) -> Any:
-    """Return ``value`` with each tensor replaced by a tensor of the same shape and strides on ``device``."""
+    """Return ``value`` with each tensor replaced by one without memory, of the same shape and strides."""
     if isinstance(value, Mapping):
         return {key: _without_memory(part, device) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -143,7 +143,9 @@ def _without_memory(value: Any, device: str) -> Any:
 
 
 def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: list[str]) -> None:
-    """Register hooks on ``copy``: ``meter`` sees layers begin and end, ``entered`` lists the running modules."""
+    """Register hooks on the modules of ``copy``, which report the begin and end of each layer to ``meter``, and
+    list the modules that run at the moment in ``entered``.
+    """
     for name, member in copy.named_modules():
         title = f"{name or 'the module'} ({type(member).__name__})"
         member.register_forward_pre_hook(lambda *_, title=title: entered.append(title), prepend=True)
@@ -157,7 +159,9 @@ def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: lis
 
 
 def _place(stretch: int, meter: OperationMeter) -> int:
-    """Return the layer of a stretch of operations; operations between two layers belong to the first layer."""
+    """Return the index of the layer to which part ``stretch`` of the forward pass belongs; the operations between
+    two layers belong to the first of these layers.
+    """
     is_last = stretch == len(meter.stretches) - 1
     return stretch // 2 + 1 if is_last and stretch else (stretch + 1) // 2
 
@@ -214,9 +218,7 @@ def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
 
 
 def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Layer:
-    """Return the description of one layer for the planner `poprun-size`, from the operations that ``stretch``, the
-    part of the forward pass that this layer computes, has counted.
-    """
+    """Return the planner's description of one layer, from ``stretch``, the counts of the layer's operations."""
     amounts: dict[str, Any] = {what: _share(amount, meter) for what, amount in stretch.amounts.items()}
     stored, scores = amounts.pop("stored", Split()), amounts.pop("scores", Split())
     kept = amounts.get("kept", Split())
@@ -238,7 +240,7 @@ def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Lay
 
 
 def _share(amount: Split, meter: OperationMeter) -> Split:
-    """Return one sample's share of ``amount``, without a divided part if the layers cannot be divided."""
+    """Return ``amount`` per sample; all of it is undivided if tensor parallelism cannot divide the layers."""
     share = Split(divided=amount.divided / meter.num_samples, whole=amount.whole / meter.num_samples)
     return share if meter.can_divide else Split(whole=share.divided + share.whole)
 
@@ -263,7 +265,7 @@ def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes
 
 
 def _sequence(given: list[Tensor]) -> int:
-    """Return the number of tokens of a sample, from the second dimension of a suitable input; otherwise 1."""
+    """Return the number of tokens of a sample: the second dimension of a suitable input; 1 if there is none."""
     for tensor in given:
         if tensor.dim() == _TOKEN_DIMENSIONS or (tensor.dim() > 1 and not tensor.is_floating_point()):
             return tensor.shape[1]

@@ -95,7 +95,7 @@ def measure(num_devices: int) -> dict[str, object]:
 
 
 def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
-    """Return each instance's share of the disk of ``folder``: free space, and the speed of reads and writes."""
+    """Return free space, read and write speed of the disk of ``folder``, each divided by ``num_devices``."""
     threads = StoreThreads(torch.device("cpu"))
     memory = make_buffer(_STORE_BYTES).fill_(1)
     rates = {}

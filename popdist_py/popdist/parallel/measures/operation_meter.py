@@ -68,7 +68,7 @@ class Stretch:
 
 @dataclass(eq=False)
 class Weight:
-    """The size of a parameter, its users in the pass, and whether tensor parallelism divides the parameter."""
+    """The size of a parameter, the layers that use it, and whether tensor parallelism divides the parameter."""
 
     numel: int
     users: list[int] = field(default_factory=list)
@@ -208,9 +208,7 @@ class OperationMeter:
         stretch.add("matmul_flops", work, divided=weight is not None and weight.divided)
 
     def _count_weight(self, weight: Weight, tensor: Tensor, made: Storage) -> None:
-        """Count a matrix product with ``weight`` in the current stretch of the model. The devices of a tensor
-        group divide the weights of successive products: one weight by columns, and the next weight by rows.
-        """
+        """Count a matrix product with ``weight``, which tensor parallelism divides by columns or by rows."""
         stretch = self.stretches[-1]
         stretch.num_products += 1
         stretch.parts[-1] += weight.numel
