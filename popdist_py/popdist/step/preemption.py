@@ -202,7 +202,7 @@ def _is_for_all() -> bool:
 
 
 def _end(*, has_failed: bool) -> None:
-    """Send all instances whether ``fn`` succeeded here; after a success, wait until all have succeeded."""
+    """Send all instances whether the program's function failed here; if not, wait until all have succeeded."""
     if not context.is_initialized():
         return
     group, text = context.current_group(), "the end of on_preemption"

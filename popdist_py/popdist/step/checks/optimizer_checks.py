@@ -62,7 +62,7 @@ def reserve(parameters: Iterable[Parameter], owner: object) -> None:
 def _check_optimizer_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check an optimizer's step that begins; with a closure, check gradients after each call of the closure."""
+    """Check an optimizer's step at its beginning; a closure's gradients are checked after each of its calls."""
     makes_gradients = closure_of(args, kwargs) is not None
     if _shared:
         _refuse_shared(optimizer)
@@ -95,7 +95,7 @@ lone_steps: Final = LoneSteps()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    """The data that this process had sent to other replicas when an optimizer began its step ``num_steps``."""
+    """The amount of data that this process had sent to other replicas when an optimizer began a step."""
 
     num_bytes: int  # bytes that popdist has sent
     num_calls: int  # calls of torch's collectives, because torch has no public name for their bytes
@@ -103,7 +103,7 @@ class _Sent:
 
     @classmethod
     def until_now(cls, num_steps: int) -> Self:
-        """Return the data that this process has sent until now."""
+        """Return the amount of data that this process has sent to other replicas until now."""
         num_bytes = context.current_job().group.num_bytes if context.is_initialized() else 0
         num_calls = torch_private_groups.num_collectives(apart_from=context.instances_of_replica())
         return cls(num_bytes=num_bytes, num_calls=num_calls, num_steps=num_steps)
@@ -194,7 +194,9 @@ def _belongs_to_another(parameter: Tensor, optimizer: Optimizer) -> bool:
 
 
 def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
-    """Raise MicroBatchError if a model of the optimizer is in the middle of a step, or its last step was lost."""
+    """Raise MicroBatchError if a model that the optimizer updates is in the middle of a step, or has no gradient
+    because its last step failed.
+    """
     updated = set(map(id, parameters_of(optimizer)))
     modules = [module for state in tuple(running_steps) if (module := state.module) is not None]
     if any(id(parameter) in updated for module in modules for parameter in module.parameters()):
@@ -234,7 +236,7 @@ _compared: Final[weakref.WeakKeyDictionary[Optimizer, _Comparison]] = weakref.We
 
 
 def _check_all_are_wrapped(optimizer: Optimizer) -> None:
-    """Check that an optimizer of wrapped models does not also update a parameter that nothing wraps."""
+    """Check that an optimizer of wrapped models updates no parameter that is outside of all wrapped models."""
     sizes = sum(len(group["params"]) for group in optimizer.param_groups), len(reduced_modules)
     known = _compared.get(optimizer)
     if known is None or known.sizes != sizes:

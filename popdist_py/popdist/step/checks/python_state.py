@@ -132,7 +132,7 @@ def _is_counter(seen: _Seen) -> bool:
 
 
 class _Reads(TorchFunctionMode):
-    """A context that finds which tensors, given by their ``identities``, are passed to an operation of torch."""
+    """A context that records which of some tensors, given by their ids, are passed to an operation of torch."""
 
     def __init__(self, identities: set[int]) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 
 def _fingerprint_of(value: object, depth: int = 0) -> Fingerprint:
-    """Return the fingerprint of ``value``; None if ``value`` is no plain state, such as a function."""
+    """Return a digest of ``value`` that is equal for equal values; None for other objects, such as a function."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return (type(value).__name__, repr(value))
     if isinstance(value, Tensor):

@@ -155,7 +155,9 @@ class WrittenWeights:
         self._before: int | None = None
 
     def since_before(self) -> int:
-        """Return a digest of writes to the weights since the last call; 0 at first, or if it was of no use."""
+        """Return a digest of how often the weights were written since the last call. Return 0 at the first call,
+        and after three comparisons of the weights that different digests caused without need.
+        """
         if self.num_useless_comparisons == _MOST_USELESS_COMPARISONS:
             return 0
         parameters = [it for it in self.module.parameters() if not it.is_inference()]
@@ -167,14 +169,14 @@ class WrittenWeights:
 
 
 class UncheckedStep(StepChecks):
-    """A step in which weights are compared only if the digests of writes differ between instances."""
+    """A step in which instances compare their weights only if their counts of writes to the weights differ."""
 
     def __init__(self, written: WrittenWeights, writes: int) -> None:
         self._written = written
         self.writes = writes
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
-        """Raise WeightsError, on every instance, if the digests of writes differ and the weights differ."""
+        """Compare the weights if ``writes`` differ; raise WeightsError on every instance if weights differ."""
         if len(set(writes)) > 1:
             sums = sum_parameters(self._written.module)
             exchange = group.start("compare weights that were not written alike", [sums.word])
@@ -251,7 +253,7 @@ class CheckedStep(StepChecks):
         return None if self._others is None else self._others.fault()
 
     def begin_loop(self) -> None:
-        """Begin to watch the buffers of unwrapped modules, in the first step and on the main instance only."""
+        """Begin to watch the buffers of modules outside of all wrapped models: only on instance 0, in step 1."""
         if self._is_first and self._sums is not None and context.instance_index() == 0:
             self._buffers = UntrackedBuffers()
 

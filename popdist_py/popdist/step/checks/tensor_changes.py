@@ -34,7 +34,7 @@ class ParameterSums:
 
     @property
     def word(self) -> int:
-        """A 64-bit checksum of all the checksums, which is never 0."""
+        """A 64-bit digest of all these checksums, which is never 0."""
         return _word(self.sums) or 1
 
     def first_change(self) -> int | None:
@@ -72,7 +72,9 @@ def compare_weights(
 
 
 def compare_copies(module: nn.Module) -> None:
-    """Compare a pipeline stage's parameters on all its shards; raise WeightsError if they do not fit together."""
+    """Raise WeightsError if the instances that share a pipeline stage have different copies of a parameter, or
+    shards of a parameter that do not fit together.
+    """
     contract = context.environment().contract
     if contract.parallelism.tensor == 1:
         return
@@ -128,7 +130,7 @@ def find_difference(
 
 
 def is_copied(parameter: Any) -> bool:
-    """Whether ``parameter`` must be equal on all shards of a stage."""
+    """Whether all instances that share a pipeline stage must have ``parameter`` whole and with equal values."""
     return not is_distributed(parameter) or all(it.is_replicate() for it in parameter.placements)
 
 
@@ -185,7 +187,7 @@ def _other_parameters(module: nn.Module, others: Iterable[nn.Module]) -> Iterato
 
 
 class UntrackedBuffers:
-    """Copies of the buffers of modules that nothing wraps, from the first call of each module in a loop."""
+    """Copies of the buffers of modules outside of all wrapped models, made at each module's first call."""
 
     def __init__(self) -> None:
         wrapped = [part for module in modules_in(reduced_modules) for part in module.modules()]

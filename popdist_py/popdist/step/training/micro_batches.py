@@ -92,7 +92,7 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy with the same strides at an aligned address."""
+    """Return ``tensor``; if its address is no multiple of 64, a copy with the same strides at such an address."""
     # the address of an operand changes the bits of products, and the address of a part of a batch depends on the
     # number of instances
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -131,7 +131,7 @@ def map_nest(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
 
 
 def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
-    """Yield the place and the size of every tensor or list of strings in ``nest``, which will be cut."""
+    """Yield, for every tensor or list of strings in ``nest``, its path such as ``batch[0]``, and its length."""
     if isinstance(nest, torch.Tensor):
         if nest.dim() == 0:
             raise BatchError(
@@ -147,7 +147,7 @@ def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
 
 
 def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
-    """Yield each child of the container ``nest``, after its access in Python, such as ``[1]`` or ``.mask``."""
+    """Yield the path (such as ``[1]`` or ``.mask``) and the value of each item of the container ``nest``."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         yield from ((f".{name}", value) for name, value in zip(nest._fields, nest, strict=True))
     elif isinstance(nest, list | tuple):
@@ -161,7 +161,7 @@ def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
 
 
 def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf in the nested containers ``nest``, after its access in Python, such as ``[1].mask``."""
+    """Yield the path (such as ``[1].mask``) and the value of each leaf in the nested containers ``nest``."""
     children = [] if isinstance(nest, Tensor) else [*children_of(nest)]
     if not children:
         yield place, nest
@@ -185,7 +185,9 @@ def split_batch(
     split: Split | None = None,
     weights: Sequence[float] | None = None,
 ) -> Splitting:
-    """Split ``batch`` into micro batches; each weighs as much as it has samples, unless ``weights`` is given."""
+    """Split ``batch`` into micro batches, and return each one's weight: the factor of its gradient in the mean,
+    which is its number of samples unless ``weights`` is given.
+    """
     is_whole = num_replicas == 1 and type(accumulation) is int and accumulation == 1
     if is_whole and split is None and weights is None and type(batch) in (tuple, list):
         size = _size_of_tensors(batch)
@@ -220,13 +222,13 @@ def split_batch(
 
 
 def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
-    """Return the batches of popdist's loaders: ``batch`` or the items of a tuple or list; empty if none is one."""
+    """Return ``batch``, or all its items if it is a tuple or list, if loaders of popdist made them; else empty."""
     batches = tuple(batch) if type(batch) in (tuple, list) else (batch,)
     return batches if all(hasattr(it, "micro_batches") for it in batches) else ()
 
 
 def accumulation_of(batch: Nest, num_replicas: int, accumulation: int) -> int:
-    """Return the number of micro batches per local replica; a loader's batch replaces ``accumulation`` 1."""
+    """Return the micro batches per replica: ``accumulation``, or if it is 1, the number in a loader's batch."""
     dealt = batches_of_loaders(batch)
     return max(1, len(dealt[0].micro_batches) // num_replicas) if dealt and accumulation == 1 else accumulation
 
@@ -280,9 +282,7 @@ def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest],
 
 
 def _size(content: Nest, *, is_weighed: bool) -> int:
-    """Return the number of samples in the micro batch ``content``; 0 if ``content`` is None. If the program gave
-    weights for the micro batches, return 1 for any content but None.
-    """
+    """Return the number of samples in a micro batch; 0 for None. If ``is_weighed``, return 1 for any but None."""
     if content is None:
         return 0
     return 1 if is_weighed else count_samples(content)

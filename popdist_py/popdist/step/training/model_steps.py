@@ -300,7 +300,7 @@ class ModelSteps:
         return self._step_of(keeper, checks, old, accumulation)
 
     def _step_of(self, keeper: GradientKeeper, checks: StepChecks, old: OldGradients, accumulation: int) -> Step:
-        """Make the object of a new step whose gradients ``keeper`` keeps or uses."""
+        """Make the object of a new step; ``keeper`` adds the step's gradients, and stores or applies them."""
         buffers = self.buffers if self.layout.num_replicas > 1 else None
         group = context.data_parallel_group()
         agreement = StepAgreement(group, self.layout, keeper, buffers, checks, old)
@@ -362,7 +362,7 @@ class ModelSteps:
             step.checks.end_loop(is_complete=is_complete)
 
     def _refuse(self, accumulation: int, refusal: float, *, add: bool) -> None:
-        """Refuse a new step and abandon the open step; send this to all instances, and remove all gradients."""
+        """Refuse a new step: abandon the open step, remove all gradients, and tell all other instances."""
         self.abandon()
         self.gradients.remove()
         refuse_step(context.data_parallel_group(), accumulation, refusal, add=add)

@@ -89,7 +89,9 @@ class GroupSync:
         self._is_cancelled = False
 
     def arrive(self, replica: int, point: SyncPoint, values: ReplicaValues | None = None) -> None:
-        """Record that a local ``replica`` is at ``point``; if it is the last, exchange with other instances."""
+        """Record that ``replica`` waits at ``point``; once all replicas of this instance and batch norm group
+        wait, exchange their arrays with the other instances.
+        """
         if self.is_over:
             return
         if self._is_cancelled:
@@ -109,12 +111,12 @@ class GroupSync:
             self.is_over = True
 
     def values(self) -> GroupValues:
-        """Return the arrays of all replicas in the group, in order, after all local replicas have arrived."""
+        """Return the arrays that all replicas of the batch norm group passed to the last exchange, in order."""
         self.check()
         return self._found
 
     def check(self) -> None:
-        """Raise the error that has ended the group's exchanges; do nothing if they have ended normally."""
+        """Raise the error that has ended the exchanges of this batch norm group; do nothing without an error."""
         if self._trouble is not None:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
@@ -127,11 +129,11 @@ class GroupSync:
                 self._exchange(points, [])
 
     def cancel(self) -> None:
-        """Make all local replicas of the group raise an error at their next layer; wait for none of them."""
+        """Make all local replicas of the batch norm group raise an error at their next layer; do not wait."""
         self._is_cancelled = True
 
     def has_ended_by(self, error: BaseException) -> bool:
-        """Whether ``error`` is the error that has ended the exchanges; another replica may have the cause."""
+        """Whether ``error`` is the error that has ended the exchanges of all replicas in the batch norm group."""
         return self._trouble is not None and error.args == self._trouble.args
 
     def _exchange(self, points: Mapping[int, SyncPoint], arrays: Sequence[ReplicaValues]) -> GroupValues:
@@ -166,7 +168,7 @@ def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
 
 
 def _first_and_first_other(points: Mapping[int, SyncPoint]) -> list[int]:
-    """Return the first replica, and the first replica at another point, if there is one."""
+    """Return the first replica, and also the first replica that waits at another point, if there is one."""
     first = min(points)
     others = [it for it in sorted(points) if points[it] != points[first]]
     return [first, *others[:1]]
@@ -179,7 +181,9 @@ def _points_in(headers: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
 
 
 def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None = None) -> None:
-    """Raise MicroBatchError unless all replicas are at the same point; wait first for an error elsewhere."""
+    """Raise MicroBatchError unless all replicas wait at the same point (layer and pass); if another instance has
+    failed, wait first until its own error has appeared.
+    """
     if len(set(points.values())) == 1 and next(iter(points.values())) != LEFT:
         return
     if own is not None and LEFT in points.values() and LEFT not in own.values():
@@ -222,7 +226,9 @@ class NormTurn:
         return self.sync.shares[self.replica]
 
     def sync_values(self, point: SyncPoint, values: ReplicaValues) -> GroupValues:
-        """Exchange ``values`` in the group, and return all arrays; raise MicroBatchError if one is missing."""
+        """Exchange ``values`` in the batch norm group, and return the arrays of all its replicas. Raise
+        MicroBatchError if a replica does not take part.
+        """
         self.sync.check()
         if self.sync.is_over:
             raise MicroBatchError(
@@ -255,7 +261,7 @@ class NormGroups:
         self._parts: dict[tuple[int, ...], Group] = {}
 
     def check_batch(self, contents: Sequence[object], weights: Sequence[float]) -> None:
-        """Check that each micro batch with samples has a weight, because its samples count in the statistics."""
+        """Raise BatchError if a micro batch with samples, which enter the statistics, has the weight 0."""
         for index, (content, weight) in enumerate(zip(contents, weights, strict=True)):
             if content is not None and not weight:
                 raise BatchError(
@@ -265,7 +271,7 @@ class NormGroups:
                 )
 
     def begin_step(self, group: Group, weights: Sequence[float], accumulation: int) -> None:
-        """Exchange the weights of all micro batches, 0 without samples, after all instances have begun."""
+        """Exchange the weights (factors of gradients) of all micro batches between instances; 0 if empty."""
         data = torch.tensor(weights, dtype=torch.float64, device="cpu").numpy().tobytes()
         gathered = b"".join(gather_bytes(group, _WEIGHTS, data))
         by_replica = torch.frombuffer(bytearray(gathered), dtype=torch.float64).view(-1, accumulation).tolist()

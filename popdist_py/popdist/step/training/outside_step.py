@@ -36,10 +36,7 @@ LOOP: Final = """
 
 
 class AutomaticReduction:
-    """The automatic reduction of one model's gradients after backward passes outside micro batches, as in DDP.
-
-    The state belongs together: whether a gradient begins a reduction depends on the step, the window and the pass.
-    """
+    """The automatic reduction of one model's gradients after backward passes outside micro batches, as in DDP."""
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ class Pipeline:
             )
 
     def run(self, step: Callable[..., object], run: PipelineRun) -> list[Tensor]:
-        """Call ``step`` of a schedule; return the losses of its micro batches, or none without the last stage."""
+        """Call a schedule's ``step``; return its micro batches' losses, or [] if the last stage is elsewhere."""
         losses: list[Tensor] | None = [] if self._is_last else None
         # torch learns shapes by a pass over uninitialized memory, when it begins to train or to evaluate
         learns, self._trained = self._trained is not torch.is_grad_enabled(), None
@@ -140,7 +140,7 @@ class Pipeline:
         return [loss.detach() for loss in losses or ()]
 
     def evaluate(self, schedule: Any, run: PipelineRun) -> list[Tensor]:
-        """Run the schedule without a backward pass, and return the losses; keep existing ``.grad`` undivided."""
+        """Run the schedule without a backward pass, and return the losses; leave every ``.grad`` unchanged."""
         if not hasattr(schedule, "eval"):
             raise BatchError(needs(2, 9, "to evaluate a pipeline"))
         divides, schedule.scale_grads = schedule.scale_grads, False
@@ -150,12 +150,12 @@ class Pipeline:
             schedule.scale_grads = divides
 
     def _check_loss(self, error: RuntimeError | None) -> None:
-        """Raise BatchError if a schedule has no loss: its first run of a step then has no backward pass."""
+        """Raise BatchError if the schedule was made without a loss, and so has run no backward pass."""
         if torch.is_grad_enabled() and not self._own.has_backward:
             raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
 
     def losses(self, runs: Sequence[Sequence[Tensor]], number: int, *, share: bool) -> Tensor | None:
-        """Return the losses of ``number`` micro batches; None without the last stage, unless they are shared."""
+        """Return the losses of ``number`` micro batches; None without ``share`` if the last stage is elsewhere."""
         if self._is_last:
             found = torch.stack([loss.double() for losses in runs for loss in losses])
         elif share:
@@ -169,7 +169,7 @@ class Pipeline:
 
 @contextmanager
 def _learning_aside(stages: Iterable[Any]) -> Iterator[None]:
-    """A context in which ``stages`` use copies of buffers and random states before the first real micro batch."""
+    """A context in which torch may run ``stages`` to learn shapes, without a change of buffers or random states."""
     with ExitStack() as attributes, ExitStack() as aside:
         aside.callback(remember_states())
         for stage in stages:

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class Turns:
-    """Threads of which exactly one runs at a time; each turn begins with ``enter`` and ends with ``exit_``."""
+    """Threads that run one at a time: ``enter`` is called when a thread's turn begins, ``exit_`` when it ends."""
 
     def __init__(self, enter: Callable[[int], None], exit_: Callable[[int], None]) -> None:
         self._enter = enter
@@ -101,7 +101,7 @@ class Turns:
             self._exit(number)
 
     def _after(self, number: int) -> int:
-        """Return the next thread in turn among the threads that have not ended."""
+        """Return the number of the thread that runs after thread ``number``; skip threads that have ended."""
         place = self._living.index(number) + 1
         return self._living[place % len(self._living)]
 
@@ -124,7 +124,7 @@ class ThreadModes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which this thread has the recorded modes and runs backward passes alone, on all devices."""
+        """A context in which this thread has the recorded modes, and itself runs all of its backward passes."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
@@ -139,7 +139,7 @@ class ThreadModes:
 
 
 class ReplicaTurns(Generic[R]):
-    """The local replicas of one step, while the replicas of each group compute in turns."""
+    """The replicas of this instance in one step; those of one batch norm group run in turns, one at a time."""
 
     def __init__(
         self,

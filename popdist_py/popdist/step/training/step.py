@@ -67,7 +67,7 @@ class Step:
         self.agreement.weight_scale()
 
     def begin_micro_batch(self, index: int, weight: float) -> int:
-        """Begin micro batch ``index``, and return its job-wide replica; skipped micro batches count as empty."""
+        """Begin micro batch ``index``; return its replica's index in the job. Skipped micro batches are empty."""
         num_local_replicas = self._layout.num_local_replicas
         if not self._position <= index < num_local_replicas * self.accumulation:
             raise _out_of_order(index, self._position, num_local_replicas, self.accumulation)
@@ -88,7 +88,9 @@ class Step:
         self._add_to_replica(weight, has_run=True)
 
     def add_in_turn(self, index: int, weight: float | None) -> None:
-        """Add micro batch ``index`` if replicas take turns; the ``weight`` None means that it has no samples."""
+        """Add the gradients of micro batch ``index``, where replicas run in turns; ``weight`` is None if it has no
+        samples.
+        """
         self._position = index
         if weight is None:
             self._skip_to(index + 1)
@@ -106,9 +108,7 @@ class Step:
         self._buffers.end_step()
 
     def abandon(self) -> None:
-        """End the step and discard its gradients. If the other instances wait for the end of this step, tell all
-        other instances that the step has no gradient. Never raises.
-        """
+        """Discard the step's gradients; tell the instances that wait for the step's end. Never raises."""
         self.keeper.clear()
         self._buffers.undo()
         self._buffers.end_step()
@@ -120,7 +120,7 @@ class Step:
             self._add_to_replica(0.0, has_run=False)
 
     def _add_to_replica(self, weight: float, *, has_run: bool) -> None:
-        """Add the weight of the next micro batch to its replica, and a complete replica's weight to the job."""
+        """Add a micro batch's weight to its replica's weight; when this is complete, add it to the job's sum."""
         replica = self._position // self.accumulation
         self._position += 1
         if self.accumulation > 1:
