@@ -93,7 +93,7 @@ class KeptGradients(GradientKeeper):
         self._push(index, room)
 
     def close(self) -> int:
-        """If gradients were sent in the backward pass, send the rest. Return a code: how instances add them."""
+        """Send the rest if gradients were sent in the backward pass; return a code: how instances add them."""
         self._parts = self._find_parts()
         way = 0 if self._early is None else self._early.close(self._replicas.values)
         return way if self._parts is None else self._parts.number
