@@ -51,7 +51,7 @@ class ModelBuffer:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether this is a large buffer that, by torch's version counter, was not written after the copy."""
+        """Whether this is a large buffer that was not written since its copy, by torch's version counter."""
         # Some operations write to small buffers and are not counted, such as BatchNorm.
         if self.is_uncounted or self.start.numel() <= LARGE:
             return False
@@ -92,8 +92,8 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
 
 
 def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
-    """Return the changed buffers by name. Skip large buffers that torch's version counter shows as unwritten,
-    unless ``all_of_them`` is true.
+    """Return, by name, the buffers that this step has changed. Skip large buffers that torch's version counter
+    shows as unwritten, unless ``all_of_them`` is true.
     """
     found: dict[str, Tensor] = {}
     others: dict[str, tuple[Tensor, Tensor]] = {}  # on accelerators: compared together, because a wait costs time
@@ -112,7 +112,7 @@ def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = Fals
 
 
 def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """Return the names of the pairs whose two tensors differ; wait for a device only once per dtype."""
+    """Return the names of the pairs whose two tensors differ; wait for an accelerator once per dtype."""
     kinds: dict[Kind, list[str]] = {}
     for name, (now, _) in pairs.items():
         if now.numel():
@@ -301,7 +301,7 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Set all buffers back to the beginning of the step, and discard the copies of the replicas' changes."""
+        """Set all buffers back to their values at the step's start; discard the changes of all replicas."""
         for key in find_changed(self._tracked, all_of_them=self.is_checked):
             self._tracked[key].set(self._tracked[key].start)
         self._copies = []
@@ -390,7 +390,7 @@ class ReplicaBuffers:
                 self._tracked[key].assign(value)
 
     def _term(self, kind: Kind, keys: Sequence[str], copies: Mapping[str, Tensor] | None, replica: int) -> Tensor:
-        """Return a replica's buffers and the count 1 as one flat tensor; zeros if the replica does not count."""
+        """Return a replica's term in the sum of buffers, flat: its buffers and the count 1; zeros if left out."""
         device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
         flat = flatten([*((copies or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
@@ -421,7 +421,7 @@ _num_copies: Final[Counter[str]] = Counter()
 
 
 def label_of_copy(label: str | None) -> str | None:
-    """Return the label of the next copy of the model ``label``, such as ``label.1``; None if ``label`` is None."""
+    """Return a name for the next copy of the model named ``label``, such as ``label.1``; None for None."""
     if label is None:
         return None
     _num_copies[label] += 1

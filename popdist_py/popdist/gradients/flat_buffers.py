@@ -179,7 +179,7 @@ class GradientLayout:
         self._are_narrow = any(wide_dtype(it.dtype) != it.dtype for it in self._parameters)
 
     def __str__(self) -> str:
-        """Return the number of parameters, a digest of their names, and the buffer sizes, as text to compare."""
+        """Return the parameters' number, a digest of their names, and the buffer sizes: equal on all instances."""
         return self._text
 
     @cached_property
@@ -243,8 +243,8 @@ class GradientLayout:
 
     @torch.no_grad()
     def fill(self, into: FlatGradient, times: float = 1.0, *, clears: bool = False) -> int:
-        """Copy each parameter's ``.grad``, multiplied by ``times``, into the memory ``into``; zeros for None.
-        Return a bit mask of the parameters that have a gradient.
+        """Copy each parameter's ``.grad``, multiplied by ``times``, into the memory ``into``; copy zeros if the
+        ``.grad`` is None. Return a bit mask of the parameters that have a gradient.
         """
         used, slots, gradients = 0, list[Tensor](), list[Tensor]()
         for position, (parameter, slot) in enumerate(zip(self._parameters, into.slots, strict=True)):
@@ -384,7 +384,7 @@ class SharedSum:
             self._place_mine(self._reserved.row)
 
     def add(self, own: Sequence[FlatTensors], over: float = 1.0) -> bool:
-        """Add all instances' partial sums ``own`` into ``mine[0]``; return False if the host lacks memory."""
+        """Add the partial sums of all instances in shared memory; return False if the host lacks memory."""
         # only now do the instances know that all of them have the same forms
         if not self._reductions and not self._connect():
             return False

@@ -93,7 +93,9 @@ class KeptGradients(GradientKeeper):
         self._push(index, room)
 
     def close(self) -> int:
-        """Send the rest if gradients were sent in the backward pass; return a code: how instances add them."""
+        """Send the remaining gradients if some were sent in the backward pass. Return a code that says how the
+        instances add the gradients: see ``way`` of `EndHeader`.
+        """
         self._parts = self._find_parts()
         way = 0 if self._early is None else self._early.close(self._replicas.values)
         return way if self._parts is None else self._parts.number

@@ -115,7 +115,7 @@ class GradientMemory:
         return shared or self.of_micro_batches.get()
 
     def _shared_for(self, replica: int) -> FlatGradient | None:
-        """Return shared memory for the partial sum whose first replica is ``replica``; None if there is none."""
+        """Return the shared memory of the partial sum whose first replica is ``replica``; None if it has none."""
         if replica not in self._node_of or not self.shared_rooms:
             return None
         return self.shared_rooms[self._node_of[replica]]
@@ -132,7 +132,7 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum of ``own`` over all instances, divided by ``over``; None without shared memory."""
+        """Return the sum of all instances' gradients ``own``, divided by ``over``; None without shared memory."""
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None
@@ -260,7 +260,7 @@ class OldGradients:
         self.kept = found
 
     def number(self, *, add: bool) -> int:
-        """Return a number, which says which unused gradients this instance has, for all instances; 0 if none."""
+        """Return a code of this instance's unused gradients, to compare between instances; 0 if it has none."""
         if not self.kept or self._is_decided:
             return 0
         if add:  # a digest of the gradients' parameters; otherwise the first parameter's position plus 1

@@ -170,7 +170,7 @@ def _wrap_closure(
 def with_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of ``optimizer.step`` with a closure that also calls ``do_after``; None if none."""
+    """Return arguments of ``step`` whose closure calls ``do_after`` at its end; None if there is no closure."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return None

@@ -38,7 +38,6 @@ from popdist.ground.tree import Node, TreeSum
 KEPT_BYTES: Final = 31 << 20
 """Size of the largest block that makes glibc keep freed memory: 32 MiB, less room for glibc's own data."""
 
-
 BUCKET_SIZE: Final = 1 << 20
 """Number of elements in the first bucket of a flat buffer; a bucket that ends with a large gradient has more."""
 
@@ -186,7 +185,7 @@ class Overlap:
         return 1 + int.from_bytes(number, "little")
 
     def post_receives(self) -> None:
-        """Post a receive for every bucket, after all instances have agreed to send the buckets early."""
+        """Post a receive for every bucket, after all instances agreed to send buckets in the backward pass."""
         self.channel.wait_until_idle()
         for _, total in chain.from_iterable(self._pieces):
             total.post_receives()
@@ -257,7 +256,7 @@ class LastMicroBatch:
 
     @torch.no_grad()
     def add(self, number: int, weight_scale: float) -> list[Tensor]:
-        """Add this micro batch's bucket ``number`` to earlier ones; return this instance's partial sums of it."""
+        """Add this micro batch's bucket ``number`` to the earlier sums; return this instance's partial sums."""
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
             slot = wide.slot_of[id(parameter)]
@@ -353,7 +352,7 @@ class OverlappedSum:
             return -self.number if is_final else 0
 
     def wait(self, over: float, *, are_right: bool) -> FlatGradient | None:
-        """Wait for all sent buckets. Return their sums, divided by ``over``; None if not ``are_right``."""
+        """Wait for the sent buckets; return their sums, divided by ``over``, or None if sent gradients changed."""
         was_sent, self._num_sent = self._num_sent > 0, 0
         if are_right:
             return self._overlap.finish(over)
@@ -414,7 +413,7 @@ class OverlappedSum:
             self._send([node.tensors[bucket.buffer][bucket.run] for node in own])
 
     def _is_final(self, last: FlatGradient) -> bool:
-        """Whether the gradients sent early are bitwise equal to ``last``, the gradients at the end of the step."""
+        """Whether gradients sent in the backward pass are bitwise equal to ``last``, those at the step's end."""
         starts = {bucket.buffer: bucket.start for bucket in self._overlap.buckets[: self._num_early]}
         sent = self._overlap.sent
         pairs = [(sent.tensors[it][start:], last.tensors[it][start:]) for it, start in starts.items()]

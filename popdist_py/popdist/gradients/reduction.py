@@ -242,7 +242,8 @@ class StepAgreement:
     def finish(
         self, reduction: MeanOrSum, weights: Sequence[float], fault: str | None = None, *, add: bool = False
     ) -> None:
-        """Set each ``.grad`` and buffer to its value over all replicas; raise on all instances if one has a fault.
+        """Set each ``.grad`` and buffer to its value over all replicas of the job. If one instance has found a
+        fault in the step, raise an error on all instances.
 
         ``weights`` are the weights of this instance's partial sums in the tree of additions over the replicas.
         """
@@ -349,7 +350,7 @@ class StepAgreement:
 
 @lru_cache(maxsize=16)
 def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) -> float:
-    """Return the sum of all weights of the job, added in the same order as the gradients."""
+    """Return the sum of the weights of all micro batches in the job, added in the order of the gradients."""
     partials = {
         node: weight
         for instance, words in enumerate(weights)

@@ -99,7 +99,7 @@ def refuse_other_positions(group: Group, headers: Sequence[BeginHeader]) -> None
 
 
 class StepChecks:
-    """The checks that all instances have equal weights and fitting batches in a step; none in this base class."""
+    """The checks that instances have equal weights and batches of one step. This base class checks nothing."""
 
     is_on = False  # whether to make the checks that cost time
     checksum = 0
@@ -122,7 +122,7 @@ class StepChecks:
         """Compare the model's inputs on all instances, for a step without a loop over micro batches."""
 
     def fault(self) -> str | None:
-        """Return a text that says what the program did wrong in this step here; None if nothing was wrong."""
+        """Return as text a mistake of the program on this instance in the step; None if there is no mistake."""
         return None
 
     def begin_loop(self) -> None:

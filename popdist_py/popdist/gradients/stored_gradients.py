@@ -22,7 +22,6 @@ _CHANGES: Final = (
 )
 """Operators that change a tensor in place by numbers, and give each element the same bits now and later."""
 
-
 _ON_LISTS: Final = "_foreach_"
 """The prefix of the names of torch's operators on lists of tensors."""
 
@@ -97,7 +96,7 @@ class StoredGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record ``func`` for later if it changes a gradient by numbers; run others now, on loaded gradients."""
+        """Record ``func``, to run it later, if it changes a gradient by numbers; else load gradients first."""
         name = func.overloadpacket.__name__
         if isinstance(args[0], StoredGradient):
             gradient = args[0]
