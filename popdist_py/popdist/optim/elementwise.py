@@ -259,5 +259,5 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """Make a step of ``optimizer`` without torch's step hooks, because the program itself made no such step."""
+    """Make a step of ``optimizer`` without torch's step hooks: it is a part of another step, or only a check."""
     functools.partial(step_without_hooks(type(optimizer)), optimizer)()

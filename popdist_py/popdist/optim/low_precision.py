@@ -188,7 +188,7 @@ class LowPrecision(PieceOptimizer):
         self._know_names(state_dict)
 
     def _know_names(self, state_dict: Mapping[str, Any]) -> None:
-        """Record the names of state tensors that a saved state has in addition, such as those of ``amsgrad``."""
+        """Record the names of state tensors that only a saved state has, such as the tensors of ``amsgrad``."""
         states = state_dict["state"].values()
         names = {
             name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1

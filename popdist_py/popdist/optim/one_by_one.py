@@ -169,7 +169,7 @@ class OneByOne:
 
 
 def _samples(kinds: Iterable[Kind]) -> list[Tensor]:
-    """Return small tensors, at least two, with the kinds of the parameters; their elements are not 0."""
+    """Return small tensors, at least two, with the dtypes, devices and shortened shapes of the parameters."""
     small = dict.fromkeys(
         (tuple(min(side, _MOST_SIDE) for side in shape), dtype, device) for shape, dtype, device in kinds
     )
@@ -187,7 +187,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of a program's own optimizer, which may count steps; an empty dict for torch's."""
+    """Return the attributes of the program's own optimizer, such as a step count; for torch's, an empty dict."""
     if is_known(type(optimizer)) or isinstance(optimizer, PieceOptimizer):
         return {}
     return {name: _copy_of(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}

@@ -252,7 +252,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather_state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """Return the whole state dict on the instances that ``keep`` it; all instances must call this."""
+        """Return the whole state dict if ``keep``, else one without states; all instances must call this."""
         check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._completed_settings().state

@@ -69,7 +69,7 @@ _LINE_BYTES: Final = 64
 
 @torch.no_grad()
 def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list[Parameter]:
-    """Make the parameters views of shared memory, one copy per host, with the host's first instance's values."""
+    """Move parameters into shared memory, one copy per host, with the values of the host's first instance."""
     flats = [
         (parameter, flat_view(parameter.detach(), name))
         for name, parameter in named
