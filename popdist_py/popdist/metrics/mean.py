@@ -43,12 +43,12 @@ class _ExactSum:
                 self.infinite += number
 
     def __str__(self) -> str:
-        """Return the exact sum as text: the finite part as a hexadecimal number, and 0.0, inf or nan."""
+        """Return the exact sum as text: the finite part as a hexadecimal number, and 0.0, inf, -inf or nan."""
         return f"{self.num_units:x} {self.infinite}"
 
     def add_words(self, num_units: str, infinite: str) -> None:
         """Add the exact sum of another instance to this sum. The other instance sends its sum as two words: the
-        finite part ``num_units``, a hexadecimal number of units, and ``infinite``, which is 0, inf or nan.
+        finite part ``num_units``, a hexadecimal number of units, and ``infinite``, which is 0, inf, -inf or nan.
         """
         self.num_units += int(num_units, 16)
         self.infinite += float(infinite)
