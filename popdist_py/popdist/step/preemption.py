@@ -35,7 +35,7 @@ _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(slots=True, kw_only=True)
 class _PreemptionState:
-    """The settings of this process for a preemption, and the earlier signal handlers."""
+    """The settings of this process for its exit after a signal (preemption), and the earlier signal handlers."""
 
     fn: Callable[[], object] | None = None  # the function that is called
     exit_code: int = EXIT_CODE
@@ -146,7 +146,7 @@ def _restore() -> None:
 
 @cache
 def _prepare_process() -> None:
-    """Prepare the process once: count optimizer steps, and forget the preemption in forked children."""
+    """Prepare the process once: count optimizer steps, and restore the signal handlers in forked children."""
     watch_optimizers()
     register_optimizer_step_post_hook(_warn_if_stuck)
     os.register_at_fork(after_in_child=_forget_in_child)

@@ -15,9 +15,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from popdist.errors import (
-    PopdistWarning,
-)
+from popdist.errors import PopdistWarning
 from popdist.exchange.groups import Group
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.optimizer_steps import digest_of_rates, training_loop
@@ -156,7 +154,7 @@ class WrittenWeights:
 
     def since_before(self) -> int:
         """Return a digest of how often the weights were written since the last call. Return 0 at the first call,
-        and after three comparisons of the weights that different digests caused without need.
+        and after the digest has three times caused a comparison that found equal weights.
         """
         if self.num_useless_comparisons == _MOST_USELESS_COMPARISONS:
             return 0
@@ -264,7 +262,7 @@ class CheckedStep(StepChecks):
 
 
 def _warn_of_equal(group: Group, digests: Sequence[int]) -> None:
-    """Warn if other instances have this instance's digest of samples; only the first such instance warns."""
+    """Warn if other instances have the same samples in this step; only the first of these instances warns."""
     place = group.instances.index(group.backend.instance_index)
     equal = [it for it, digest in zip(group.instances, digests, strict=True) if digest == digests[place]]
     if digests[place] and len(equal) > 1 and equal[0] == group.backend.instance_index:

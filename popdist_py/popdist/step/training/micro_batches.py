@@ -172,7 +172,6 @@ def leaves_of(nest: Nest, place: str = "") -> Iterator[tuple[str, Any]]:
 Split = Callable[[Nest], Sequence[Nest]]
 """A function from a batch to this instance's micro batches, replica by replica; a None has no samples."""
 
-
 Splitting: TypeAlias = tuple[int, list[Nest], Sequence[float]]
 """Number of micro batches per local replica, their contents (None without samples), and their weights."""
 
@@ -222,7 +221,7 @@ def split_batch(
 
 
 def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
-    """Return ``batch``, or all its items if it is a tuple or list, if loaders of popdist made them; else empty."""
+    """Return ``batch``, or its items if it is a tuple or list; () unless popdist's loaders have made them all."""
     batches = tuple(batch) if type(batch) in (tuple, list) else (batch,)
     return batches if all(hasattr(it, "micro_batches") for it in batches) else ()
 
@@ -282,7 +281,7 @@ def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest],
 
 
 def _size(content: Nest, *, is_weighed: bool) -> int:
-    """Return the number of samples in a micro batch; 0 for None. If ``is_weighed``, return 1 for any but None."""
+    """Return the number of samples in a micro batch; 0 for None. If ``is_weighed``, return 1 for any number."""
     if content is None:
         return 0
     return 1 if is_weighed else count_samples(content)

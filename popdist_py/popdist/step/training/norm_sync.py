@@ -121,7 +121,7 @@ class GroupSync:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
     def abandon(self) -> None:
-        """Send the other instances, if they may still wait, that this instance has left. Never raises."""
+        """Tell the group's other instances, if they may still wait, that this one has left. Never raises."""
         if not self.is_over:
             points = dict.fromkeys(self.local, LEFT)
             self.is_over = True
@@ -158,7 +158,7 @@ class GroupSync:
 
 
 def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
-    """Return the sum of the rows of ``values``, added in the order of the tree over replicas."""
+    """Return the sum of the rows of ``values``, added as a binary tree: first pairs, then pairs of sums."""
     while len(values) > 1:
         rest = values[len(values) // 2 * 2 :]
         pairs = values[0 : len(values) - len(rest) : 2] + values[1::2]
@@ -175,7 +175,7 @@ def _first_and_first_other(points: Mapping[int, SyncPoint]) -> list[int]:
 
 
 def _points_in(headers: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
-    """Return the point of each replica, from the headers of all instances: four numbers for each replica."""
+    """Return the point at which each replica waits, from all instances' messages of four numbers per replica."""
     found = [words[i : i + 4] for words in headers for i in range(0, len(words), 4)]
     return {replica: SyncPoint(_KINDS[kind], layer, width) for replica, kind, layer, width in found}
 
@@ -243,7 +243,7 @@ class NormTurn:
 
 
 class LocalMicroBatches(NamedTuple):
-    """The micro batches that this instance computes together: number ``step`` of each replica in one group."""
+    """The micro batches that this instance computes together, one for each replica in a batch norm group."""
 
     replicas: range
     step: int
@@ -306,7 +306,7 @@ class NormGroups:
         return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 
     def abandon(self) -> None:
-        """Send all instances that may wait for this instance that the step is lost. Never raises."""
+        """Tell all instances that may wait for this instance that it has left the step. Never raises."""
         for part in self.plan:
             part.sync.abandon()
         self.plan = []

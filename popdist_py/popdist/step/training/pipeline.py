@@ -169,7 +169,7 @@ class Pipeline:
 
 @contextmanager
 def _learning_aside(stages: Iterable[Any]) -> Iterator[None]:
-    """A context in which torch may run ``stages`` to learn shapes, without a change of buffers or random states."""
+    """A context in which torch may run ``stages`` to learn shapes and change no buffer and no random state."""
     with ExitStack() as attributes, ExitStack() as aside:
         aside.callback(remember_states())
         for stage in stages:

@@ -139,7 +139,7 @@ class ThreadModes:
 
 
 class ReplicaTurns(Generic[R]):
-    """The replicas of this instance in one step; those of one batch norm group run in turns, one at a time."""
+    """The replicas of this instance in one step; the replicas of a batch norm group run one at a time."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Step:
             buffers.begin_step(is_checked=checks.is_on)
 
     def begin(self, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool) -> None:
-        """Send all instances that a step on a whole batch begins; see :meth:`StepAgreement.begin`."""
+        """Tell all instances that a step on a whole batch begins here: see :meth:`StepAgreement.begin`."""
         self.agreement.begin(self.accumulation, heaviest, reduction, position, add=add)
 
     def wait_for_others(self) -> None:
@@ -108,7 +108,7 @@ class Step:
         self._buffers.end_step()
 
     def abandon(self) -> None:
-        """Discard the step's gradients; tell the instances that wait for the step's end. Never raises."""
+        """Discard the step's gradients, and tell this to the instances that wait for the step. Never raises."""
         self.keeper.clear()
         self._buffers.undo()
         self._buffers.end_step()
@@ -153,7 +153,7 @@ def _out_of_order(index: int, position: int, num_local_replicas: int, accumulati
 
 
 def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout) -> None:
-    """Raise GradientError on all instances of a shared replica if one has ``found`` NaN or infinity."""
+    """Raise GradientError on all instances if one has ``found`` NaN or infinity and instances share replicas."""
     if not context.environment().contract.parallelism.is_shared:
         return
     group, fault = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
@@ -177,7 +177,7 @@ class LoneStep:
         self._weight: float | None = None
 
     def begin(self, heaviest: float, _reduction: MeanOrSum, _position: BatchPosition, *, add: bool) -> None:
-        """Check that the micro batch has a weight; drop or refuse the old gradients unless ``add`` is True."""
+        """Raise BatchError if the micro batch has weight 0; drop or refuse older gradients unless ``add``."""
         self._drop_old_unless_added(add=add)
         if not heaviest:
             raise BatchError(NO_SAMPLES)
@@ -197,7 +197,7 @@ class LoneStep:
         self._weight = weight
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
-        """Leave each ``.grad`` unchanged; for the reduction ``"sum"``, multiply each ``.grad`` by the weight."""
+        """Leave each ``.grad`` unchanged for a mean; for a sum, multiply it by the micro batch's weight."""
         self._drop_old_unless_added(add=add)
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
@@ -276,7 +276,7 @@ def is_in_step() -> bool:
 
 @cache
 def watch_scalers() -> None:
-    """Make GradScalers agree: all instances have one scale, and all parts of a model step, or all skip."""
+    """Make GradScalers agree on all instances: one scale, and one decision whether to skip a step."""
     for name in ("unscale_", "step"):
         setattr(GradScaler, name, _watched(getattr(GradScaler, name)))
 
