@@ -38,22 +38,22 @@ Event = tuple[int, dict[str, Any]]
 
 
 class Stranger:
-    """The other end of a connection to poprun before its first message, which says whether it is an agent."""
+    """A process that has connected to poprun but has not sent its first message, which says what process it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntroducedAgent:
-    """The agent at the other end of a connection to poprun, known since its first message, the event hello."""
+    """An agent (the process that starts and watches an instance) that has said in its first message who it is."""
 
     instance: int
 
 
 class AgentLinks:
-    """The connections to a job's agents and monitors; for each, ``selector`` has a function that yields events."""
+    """poprun's connections to the agents that watch a job's instances, and to the monitors that show the job."""
 
     def __init__(self, num_instances: int, selector: selectors.BaseSelector, network: "JobNetwork | None") -> None:
         self._num_instances = num_instances
-        self._selector = selector
+        self._selector = selector  # has for each connection a function that yields the received events
         self._refusals: set[str] = set()
         self._peers: dict[Link, Stranger | IntroducedAgent] = {}
         self._agents: dict[int, Link] = {}
@@ -67,7 +67,7 @@ class AgentLinks:
             self.address = self._listen_to_hosts(network)
 
     def close(self) -> None:
-        """Close the connections to all agents and monitors; an agent that still runs ends its process tree."""
+        """Close the connections to all agents and monitors; an agent (parent of an instance) ends its instance."""
         if self.viewers is not None:
             self.viewers.close()
         if self._proofs is not None:
@@ -81,23 +81,23 @@ class AgentLinks:
                 stream.close()
 
     def send_order(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
-        """Send ``order`` and the descriptors ``streams`` to an instance's agent; do nothing if it has gone."""
+        """Send ``order`` and descriptors ``streams`` to the agent (parent) of ``instance`` if it still runs."""
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
                 agent.send(order, descriptors=streams or ())
 
     def send_to_all(self, order: Message) -> None:
-        """Send ``order`` to the agents of all instances, except agents that have not connected to poprun yet."""
+        """Send ``order`` to the agents (parent processes) of all instances that have connected to poprun."""
         for instance in self._agents:
             self.send_order(instance, order)
 
     def hang_up(self, instance: int) -> None:
-        """Close the connection to a frozen agent, so that the agent ends its process tree when it runs again."""
+        """Close the connection to a frozen agent (parent of an instance), so that it ends if it runs again."""
         self._drop(self._agents[instance])
 
     def take_streams(self, instance: int) -> dict[int, int]:
-        """Return the sockets of an instance's standard streams, as descriptors by number; {} on one machine."""
+        """Return an instance's standard streams as {0, 1 or 2: socket's descriptor}; {} for a job on one host."""
         return {number: stream.detach() for number, stream in self._streams.pop(instance, {}).items()}
 
     def _listen_here(self) -> str:
@@ -110,7 +110,7 @@ class AgentLinks:
         return name
 
     def _listen_to_hosts(self, network: "JobNetwork") -> str:
-        """Begin to listen for agents of other hosts on a TCP socket; return the address of the socket."""
+        """Begin to listen for processes of other hosts on a TCP socket; return the address of the socket."""
         from poprun.job.key_proofs import KeyProofs
 
         self._proofs = KeyProofs(network.key.text, self._selector, self._admit, self._refuse)
@@ -155,13 +155,13 @@ class AgentLinks:
         self._selector.register(link, selectors.EVENT_READ, partial(self._receive, link))
 
     def _refuse(self, reason: str) -> None:
-        """Log a warning about refused data, once per reason, so that no other user can fill this terminal."""
+        """Warn that data was refused, but only once for each ``reason``, so that nobody can flood the terminal."""
         if reason not in self._refusals and len(self._refusals) < _MOST_REASONS:
             self._refusals.add(reason)
             log(f"warning: refused: {reason}")
 
     def _receive(self, link: Link) -> Iterator[Event]:
-        """Yield each event that has arrived over the connection ``link``, with the index of its instance."""
+        """Receive data from ``link``; yield each message of an agent (parent of an instance) with its instance."""
         received = link.receive(check_event)
         if received is None:
             peer = self._drop(link)
@@ -182,7 +182,7 @@ class AgentLinks:
                     self._refuse_event(message)
 
     def _introduce(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
-        """Identify an agent, shim, monitor or stream by its first message on ``link``; yield an agent's events."""
+        """Identify by its first ``message`` the process that has connected by ``link``; yield agents' messages."""
         match message:
             case {"event": "view"}:
                 self._let_go(link)
@@ -215,12 +215,12 @@ class AgentLinks:
         return index in range(self._num_instances)
 
     def _pass_hello_on(self, instance: int) -> Iterator[Event]:
-        """Yield the hello event of ``instance`` as soon as all standard streams of the instance are connected."""
+        """Yield the first message, hello, of an instance's agent if all the instance's streams are connected."""
         if instance in self._hellos and not self._missing_streams(instance):
             yield instance, self._hellos.pop(instance)
 
     def _missing_streams(self, instance: int) -> set[int]:
-        """Return the numbers of the standard streams that ``instance`` must still connect; none on one machine."""
+        """Return which standard streams (0 to 2) of ``instance`` are not connected; none for a job on one host."""
         if self._proofs is None:
             return set()
         return ({0, 1, 2} if instance == 0 else {1, 2}) - set(self._streams.get(instance, ()))
@@ -235,12 +235,12 @@ class AgentLinks:
         self.viewers.add(link)
 
     def _let_go(self, link: Link) -> None:
-        """Stop receiving messages from ``link``, without closing the connection."""
+        """Stop receiving messages from the connection ``link``, but leave the connection open."""
         self._selector.unregister(link)
         del self._peers[link]
 
     def _drop(self, link: Link) -> Stranger | IntroducedAgent:
-        """Close the connection ``link`` and return who was at its other end."""
+        """Close the connection ``link``; return whether an agent or an unknown process was at the other end."""
         peer = self._peers.pop(link)
         if link.fileno() >= 0:
             self._selector.unregister(link)

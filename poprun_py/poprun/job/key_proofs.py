@@ -20,7 +20,7 @@ _NO_PROOF: Final = "who connected to the control socket did not prove to know th
 
 
 class KeyProofs:
-    """The connections that have not proved the job's key yet; each is admitted after the proof, or refused."""
+    """The connections from other hosts whose clients must still prove that they know the job's secret key."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class KeyProofs:
         self._began_at_seconds: dict[socket.socket, float] = {}
 
     def close(self) -> None:
-        """Close every connection that has not proved the job's key yet."""
+        """Close every connection whose client has not yet proved that it knows the job's key."""
         for connection in tuple(self._began_at_seconds):
             self._hang_up(connection)
 
     def begin(self, connection: socket.socket) -> None:
-        """Start the proof of the key on a new connection; first close connections that are slow or too many."""
+        """Ask a new client to prove that it knows the key; before, close older connections that take too long."""
         now = time.monotonic()
         for other, since in tuple(self._began_at_seconds.items()):
             if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:
@@ -56,7 +56,7 @@ class KeyProofs:
         self._send(connection, handshake.nonce)
 
     def _receive(self, connection: socket.socket, handshake: Handshake, answer: bytearray) -> tuple[()]:
-        """Receive the next bytes of a client's proof that it knows the key; check a complete proof."""
+        """Receive the next bytes of a client's proof that it knows the job's key; check a complete proof."""
         try:
             data = connection.recv(NONCE_BYTES + PROOF_BYTES - len(answer))
         except BlockingIOError:
@@ -83,7 +83,7 @@ class KeyProofs:
             self._admit(Link(connection, seal))
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
-        """Send ``data``, so few bytes that sending never waits; return False if the other end has gone."""
+        """Send ``data``, which is so short that sending never blocks. Return False if the client has gone."""
         try:
             connection.sendall(data)
         except OSError:

@@ -29,7 +29,7 @@ _DRAIN_SECONDS: Final = 5.0  # time for a slow reader of poprun's output to read
 
 
 class LaunchedAttempt:
-    """An attempt of a job with its launcher, and with the sockets and streams that its agents will use.
+    """One start of a job: the processes that launch it, and the sockets and streams that its instances use.
 
     The owner of a launched attempt must end it: with :meth:`end_launcher`, then with :meth:`end_rest`.
     """
@@ -52,7 +52,7 @@ class LaunchedAttempt:
         self.streams = ProgramStreams(plan, variables, identity, shows_all=verbosity > 0)
 
     def start_launcher(self) -> None:
-        """Start the launcher's processes, such as mpiexec, which start the shims that fork the job's agents."""
+        """Start the launcher, such as mpiexec, which starts on each host the processes that run the program."""
         self._remove_sessions()
         network = self.identity.network
         control = {
@@ -68,7 +68,7 @@ class LaunchedAttempt:
         )
 
     def end_launcher(self, listen: Callable[[float], object]) -> None:
-        """End the launcher's processes; meanwhile call ``listen(seconds)`` to read the processes' output."""
+        """End the launcher, such as mpiexec; while waiting, call ``listen(seconds)``, which reads its output."""
         # An agent whose connection is closed ends its process tree, even if poprun itself has failed.
         self.links.close()
         if self.plan.mpi is None or not self.plan.mpi.forker:  # a forker may wait for seconds
@@ -85,7 +85,7 @@ class LaunchedAttempt:
             self.launcher.reap()
 
     def end_rest(self) -> list[ProcessKey]:
-        """End all processes that are left and close the streams; return the processes that SIGKILL did not end."""
+        """End all remaining processes of the job and close its streams; return processes that survived SIGKILL."""
         network = self.identity.network
         survivors = end_descendants(() if network is None else network.lease_holders)
         remove_abandoned(time.monotonic() - self.began_at_seconds)
@@ -96,7 +96,7 @@ class LaunchedAttempt:
 
     @contextmanager
     def ended_on_failure(self) -> Iterator[None]:
-        """A context in which an exception ends the attempt, and removes the job's key from the hosts."""
+        """A context in which an exception ends all processes of the job and deletes its key on all hosts."""
         try:
             yield
         except BaseException:
@@ -106,7 +106,7 @@ class LaunchedAttempt:
             raise
 
     def _remove_sessions(self) -> None:
-        """Remove session folders of killed Open MPI launchers, which would stop a launcher with the same id."""
+        """Remove the folders of killed Open MPI launchers: a new launcher with the same process id would fail."""
         if self.plan.mpi is not None and self.plan.mpi.kind is MpiKind.OPEN_MPI:
             remove_abandoned_sessions(session_parent(self.variables))
 
@@ -114,7 +114,7 @@ class LaunchedAttempt:
 def launch(
     plan: LaunchPlan, variables: Mapping[str, str], identity: JobIdentity, verbosity: int
 ) -> LaunchedAttempt:
-    """Start the launcher of an attempt and return the attempt; after a failure, remove the key from the hosts."""
+    """Start the launcher of a job, such as mpiexec; return the started job. On an error, delete the job's key."""
     try:
         if plan.trace.folder is not None:
             from poprun.observe.show.trace.collection import prepare_folder

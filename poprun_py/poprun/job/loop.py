@@ -32,11 +32,7 @@ _MOST_LEFT: Final = 3
 
 
 class Attempt:
-    """One attempt of a job under supervision, from the start of its launcher to the end of all its processes.
-
-    The attributes are the parts that a turn of the loop uses, each with a class of its own: the connections, the
-    record, the watchers, and the processes to end.
-    """
+    """One start of a job, which poprun watches from the launcher's start until all processes have ended."""
 
     def __init__(
         self,
@@ -66,7 +62,7 @@ class Attempt:
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """Run the attempt until all its processes have ended; report a failure to the user; return the end."""
+        """Watch the job until all its processes have ended; print its failure, if any; return how it ended."""
         try:
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
             self._supervise(self._prepare())
@@ -78,7 +74,7 @@ class Attempt:
         return self._report()
 
     def _prepare(self) -> StackWatch:
-        """Make the attempt's watchers, load the module that shows output, and return the watcher of stacks."""
+        """Make all watchers, objects that observe the job; return the watcher that requests programs' stacks."""
         watched = Watched(
             plan=self._plan,
             variables=self._environ,
@@ -125,13 +121,13 @@ class Attempt:
             self._act(decision, stacks)
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
-        """Whether an instance that caused the failures of other instances may soon end by itself."""
+        """Whether all failed instances have only lost a connection, so that the cause may soon fail as well."""
         from poprun.observe.judge.end_verdict import awaits_culprit
 
         return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)
 
     def _has_lost_launcher(self, now_seconds: float) -> bool:
-        """Whether the launcher has ended, and the time is over in which shims and agents can report the cause."""
+        """Whether the launcher, such as mpiexec, ended so long ago that no process will still report the cause."""
         is_starting = self._record.phase is Phase.STARTING  # the host shim may outlive mpiexec
         has_lost_one = is_starting and self._launcher.running != self._launcher.started
         has_ended = self._launcher.has_ended or self._launcher.has_failed
@@ -142,7 +138,7 @@ class Attempt:
         return now_seconds - self._launcher_ended_at_seconds >= patience
 
     def _listen(self, timeout_seconds: float) -> None:
-        """Wait for events of agents, the launcher and signals, and handle all events that have arrived."""
+        """Wait for messages of instances, output of the launcher, ended children and signals; handle them all."""
         # children are reaped before events are read, because an agent's last event precedes the launcher's end
         if self._launcher.reap():  # agents may soon send the reason for this end
             timeout_seconds = min(timeout_seconds, _LAUNCHER_SECONDS)
@@ -172,7 +168,7 @@ class Attempt:
             self._signals.is_terminated = True
 
     def _tell_left(self, instance: int, event: dict[str, Any]) -> None:
-        """Log a warning about processes that an instance has left after its good end, or that were then ended."""
+        """Warn the user of child processes that an instance left running when it ended without an error."""
         seconds = self._plan.ending.stop_timeout_seconds
         what = f"instance {instance} has ended and left running: {', '.join(event['processes'][:_MOST_LEFT])}"
         if event["is_ended"]:
@@ -181,7 +177,7 @@ class Attempt:
             log(f"warning: {what}; it may run on for --stop-timeout {seconds:g} s after the instance's end")
 
     def _is_launchers_child(self, instance: int) -> bool:
-        """Whether the launcher's process on this machine has started the shim of ``instance``."""
+        """Whether a process that poprun itself started, such as mpiexec, has directly started ``instance``."""
         network, route = self._identity.network, self._identity.route(self._plan, instance)
         is_here = network is None or (route is not None and route.address == network.control_host)
         return is_here and self._record.runtime_of(instance) in self._launcher.started
@@ -193,7 +189,7 @@ class Attempt:
             self._links.send_order(instance, {"order": "kill"})
 
     def _pass_signals_on(self) -> None:
-        """Send the programs the signals that poprun has received since the last call."""
+        """Send the programs all signals that poprun has received since the last call."""
         signals = self._signals
         while signals.passed_on:
             self._links.send_to_all({"order": "offer_signal", "signal": signals.passed_on.pop(0)})
@@ -204,7 +200,7 @@ class Attempt:
             self._suspend()
 
     def _suspend(self) -> None:
-        """Stop the programs and then poprun after Ctrl-Z; continue the programs when poprun is continued."""
+        """Suspend the programs and then poprun itself after Ctrl-Z; resume the programs when poprun is resumed."""
         self._links.send_to_all({"order": "signal", "signal": int(signal.SIGSTOP)})
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signals.is_suspended = False
@@ -261,7 +257,7 @@ class Attempt:
         self._links.send_to_all(stop_order(self._plan, has_failed=has_failed))
 
     def end(self, *, is_over: bool) -> JobEnd:
-        """Return the end of the attempt with all watchers' findings; if not ``is_over``, its present state."""
+        """Return how this start of the job ended, or, if ``is_over`` is false, the job's present state."""
         record, signals = self._record, self._signals
         action, reason = (None, "") if record.stop is None else (record.stop.action, record.stop.reason)
         end = JobEnd(
@@ -291,7 +287,7 @@ class Attempt:
         return end
 
     def _report(self) -> JobEnd:
-        """Report a failure of the attempt to the user, if there is one, and return the end of the attempt."""
+        """Print the job's failure, if there is one, for the user; return how this start of the job ended."""
         end = self.end(is_over=True)
         for line in self._record.performance.summary() if self._record.performance else ():
             log(line)

@@ -30,7 +30,7 @@ _POLL_SECONDS: Final = 0.01
 
 
 def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float) -> JobView:
-    """Return the view of a job to send to monitors; ``last_line(instance)`` returns an instance's last output."""
+    """Return a job's present state for monitors; ``last_line(instance)`` is the instance's last line of output."""
     plan, identity = record.plan, record.identity
     return JobView(
         pid=os.getpid(),
@@ -47,13 +47,13 @@ def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float
 
 
 def is_of_one_moment(statuses: Sequence[InstanceStatus]) -> bool:
-    """Whether the last measurements of all running instances are from the same time, so that none is missing."""
+    """Whether the newest measurements of all running instances were made within half a second of each other."""
     moments = [it.usage.at_seconds for it in statuses if it.usage is not None and it.exit_code is None]
     return not moments or max(moments) - min(moments) < _VIEW_SECONDS
 
 
 def _slow(record: Record) -> str:
-    """Return a text about the slow instance or link for which the others wait now; empty if there is none."""
+    """Return a text that names the slow instance or network link that delays the others; empty if none does."""
     watch = record.performance
     slowness = None if watch is None else watch.lasting or watch.slow_link
     return "" if slowness is None else slowness.text
@@ -78,7 +78,7 @@ def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> 
 
 
 class Viewers:
-    """The connections of a job to the monitors, programs that show the job to users."""
+    """poprun's connections to monitors, the programs that show a running job to users."""
 
     def __init__(self) -> None:
         self._links: list[Link] = []
@@ -86,7 +86,7 @@ class Viewers:
         self._said = ""
 
     def add_text(self, text: str) -> bool:
-        """Add ``text`` to the next view for monitors, cut to the free room; return False without monitors."""
+        """Send ``text``, cut if too long, to all monitors with the next update. Return False without monitors."""
         if not self._links:
             return False
         self._said = f"{self._said}{text}\n"[:_MAX_SAID]
@@ -94,7 +94,7 @@ class Viewers:
         return True
 
     def add(self, link: Link) -> None:
-        """Add the monitor connected by ``link``, which gets each view of the job from now on."""
+        """Send each view of the job from now on also to the monitor that is connected by ``link``."""
         link.connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
         self._links.append(link)
         self._next_seconds = 0.0
@@ -106,7 +106,7 @@ class Viewers:
         self._links = []
 
     def send_view(self, record: Record, last_line: Callable[[int], str], now_seconds: float) -> None:
-        """Send a view of the job to all monitors if the next view is due; disconnect monitors that do not read."""
+        """Send the job's present state to all monitors if an update is due; disconnect those that do not read."""
         wait_seconds = 0.0 if is_of_one_moment(record.statuses) else _VIEW_SECONDS
         if not self._links or now_seconds < self._next_seconds + wait_seconds:
             return
@@ -125,7 +125,7 @@ class Viewers:
 
 
 class MonitorProcess:
-    """The process of `--monitor`, which draws this poprun's job on the terminal until poprun disconnects it."""
+    """The process of the option `--monitor`, which shows this job on the terminal until poprun disconnects it."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         null = os.open(os.devnull, os.O_RDWR)
@@ -136,7 +136,7 @@ class MonitorProcess:
         self._key = key_of(pid)
 
     def wait(self) -> None:
-        """Wait, at most 2 s, until the monitor's process has cleared its drawing off the terminal and ended."""
+        """Wait at most 2 s until the monitor's process has removed its drawing from the terminal and ended."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._key is not None and key_of(self._key.pid) == self._key and time.monotonic() < deadline:
             for _ in reap():

@@ -32,7 +32,7 @@ def start_order(
     identity: JobIdentity,
     endpoints: Mapping[int, Sequence[Endpoint]],
 ) -> Message:
-    """Return the order to an agent to start the program of instance ``index``; see `Record.endpoints`."""
+    """Return the message that makes an agent (poprun's process on a host) start the program of an instance."""
     _, master, coordinator, store = endpoints[0]
     given = identity.devices_of(plan, index)
     binding = plan.instance(index, given).binding
@@ -70,7 +70,7 @@ def start_order(
 
 
 def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
-    """Return the order to agents to end their programs; ``has_failed`` says that a program has failed."""
+    """Return the message that makes agents (the programs' parents) end their programs, sooner after a failure."""
     seconds = plan.ending.stop_timeout_seconds
     # JAX and TensorFlow delay the end after SIGTERM until all programs save, which is impossible after a failure.
     in_vain = min(seconds, _VAIN_SECONDS) if has_failed else seconds
@@ -80,7 +80,7 @@ def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
 def _added_environment(
     plan: LaunchPlan, index: int, environ: Mapping[str, str], route: "HostRoute | None", start: StartFacts
 ) -> dict[str, str]:
-    """Return the variables that an agent adds to its own environment for the program of instance ``index``."""
+    """Return the environment variables that an instance gets in addition to the variables of its parent."""
     if route is None:
         return program_environment(plan, index, environ, start)
     return {

@@ -17,7 +17,7 @@ _ESCALATION_SECONDS: Final = 1.0
 
 
 class Action(StrEnum):
-    """An action of the supervisor, which the policy can choose as the next action."""
+    """An action that poprun can take next while it watches a job, such as START, STOP or KILL."""
 
     WAIT = "wait"
     START = "start"
@@ -33,7 +33,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action that the policy has chosen, and the reason, which poprun logs."""
+    """The action that poprun must take next, as :func:`decide` has chosen, and the reason, which poprun logs."""
 
     action: Action
     reason: str = ""
@@ -43,7 +43,7 @@ _WAIT: Final = Decision(Action.WAIT)
 
 
 def decide(job: JobSnapshot, ending: EndingSettings) -> Decision:
-    """Return the supervisor's next action for the job in the state ``job``; ``ending`` has the time limits."""
+    """Return what poprun must do next for a job in the state ``job``; ``ending`` has the job's time limits."""
     if job.num_ended == job.num_instances:
         return Decision(Action.FINISH, "every instance has ended")
     if job.phase is Phase.KILLING:
@@ -83,7 +83,7 @@ def _decide_before_stop(job: JobSnapshot, ending: EndingSettings) -> Decision:
 
 
 def _decide_failure(job: JobSnapshot) -> Decision:
-    """Return the action after a failure: wait for its cause, ask other instances for evidence, or stop the job."""
+    """Return the next action after an instance failed: wait for the cause, ask the others, or stop the job."""
     if job.awaits_culprit:
         return _WAIT
     if job.has_recorders:
@@ -92,7 +92,7 @@ def _decide_failure(job: JobSnapshot) -> Decision:
 
 
 def _decide_hang(job: JobSnapshot, ending: EndingSettings) -> Decision:
-    """Return the action for a job without failures: report a hang, then stop the hung job, or wait."""
+    """Return the next action for a running job without failures: wait, report a hang, or stop a hung job."""
     if job.awaits_stacks or not job.hang_seconds:
         return _WAIT
     patience = min(filter(None, (ending.hang_report_seconds, ending.hang_timeout_seconds)), default=math.inf)

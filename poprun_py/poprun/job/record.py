@@ -49,7 +49,7 @@ _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that
 
 
 def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
-    """Return the status of an instance after ``event``; a lost agent is no failure while the job ends."""
+    """Return the status of an instance after ``event``, a message from or about its parent process (agent)."""
     change = _CHANGES.get(event["event"])
     return status if change is None else change(status, event, phase, now_seconds)
 
@@ -193,7 +193,7 @@ _IDLE_SHARE: Final = 0.05  # of a processor's time: a process that waits in torc
 
 
 class _FailureQuestion:
-    """The question that poprun asks the instances once, after the first failure: in which collective is each?"""
+    """The question to all running programs after the first failure: in which collective does the program wait?"""
 
     def __init__(self, asked: Iterable[int], now_seconds: float) -> None:
         self._awaited = set(asked)
@@ -204,12 +204,12 @@ class _FailureQuestion:
         self._awaited.discard(instance)
 
     def is_open(self, now_seconds: float) -> bool:
-        """Whether an instance may still answer the question in time."""
+        """Whether the answer of an instance is still missing and the time limit for answers has not passed."""
         return bool(self._awaited) and now_seconds < self._deadline_seconds
 
 
 class _Silence:
-    """For each agent, the time in which poprun ran and received no message from the agent."""
+    """How long the agent (parent process) of each instance has been silent while poprun itself was running."""
 
     def __init__(self, num_instances: int, now_seconds: float) -> None:
         self._awake_seconds = 0.0  # time in which poprun ran
@@ -217,24 +217,24 @@ class _Silence:
         self._heard_at_seconds = [0.0] * num_instances  # by ``_awake_seconds``
 
     def pass_time(self, now_seconds: float) -> bool:
-        """Add the time since the last call to the silence of all agents; return whether the job was paused."""
+        """Add the time since the last call to all agents' silence. Return True if poprun was stopped for 5 s."""
         step_seconds = now_seconds - self._looked_at_seconds
         self._awake_seconds += min(step_seconds, _LONGEST_STEP_SECONDS)
         self._looked_at_seconds = now_seconds
         return step_seconds > _PAUSE_SECONDS
 
     def end(self, *instances: int) -> None:
-        """Set the silence of the agents of ``instances`` to 0, because messages of these agents have arrived."""
+        """Set to 0 the time in which the agents (parent processes) of ``instances`` have sent no message."""
         for instance in instances:
             self._heard_at_seconds[instance] = self._awake_seconds
 
     def is_too_long(self, instance: int) -> bool:
-        """Whether the agent of ``instance`` has been silent for so long that its process must be frozen."""
+        """Whether the agent (parent process) of ``instance`` has been silent so long that it must be frozen."""
         return self._awake_seconds - self._heard_at_seconds[instance] >= FROZEN_SECONDS
 
 
 class Record:
-    """The record of one attempt of a job: the status of each instance, and what poprun has done until now."""
+    """All that poprun knows about one start of a job, such as each instance's status and evidence of failures."""
 
     def __init__(self, plan: LaunchPlan, identity: JobIdentity, now_seconds: float) -> None:
         self.plan = plan
@@ -255,22 +255,22 @@ class Record:
 
     @property
     def phase(self) -> Phase:
-        """The phase that the attempt has reached: starting, running, interrupted, stopping or killing."""
+        """The present phase of the job: starting, running, interrupted (after Ctrl-C), stopping or killing."""
         return next(reversed(self._began))
 
     @property
     def began_at_seconds(self) -> float:
-        """The monotonic time at which the attempt began."""
+        """The time at which this start of the job began, in seconds of the monotonic clock."""
         return self._began[Phase.STARTING]
 
     @property
     def has_started(self) -> bool:
-        """Whether poprun has sent the agents the order to start the programs."""
+        """Whether poprun has ordered the agents (the instances' parent processes) to start the programs."""
         return Phase.RUNNING in self._began
 
     @property
     def endpoints(self) -> dict[int, tuple[Endpoint, ...]]:
-        """The addresses at which libraries will listen, by instance: TensorFlow; on 0 also torch, JAX, popdist."""
+        """By instance, the TCP addresses for TensorFlow and, on instance 0, also for torch, JAX and popdist."""
         return {
             index: tuple(Endpoint(host=hello["address"], port=port) for port in hello["ports"])
             for index, hello in self._hellos.items()
@@ -278,16 +278,16 @@ class Record:
 
     @property
     def reported(self) -> set[int]:
-        """The process ids of the agents that have reported to poprun, and of the shims that forked the agents."""
+        """The ids of the instances' parent processes (agents) that have connected, and of their own parents."""
         return {hello[whose] for hello in self._hellos.values() for whose in ("shim", "pid")}
 
     def runtime_of(self, instance: int) -> int | None:
-        """Return the id of the process that started an instance's shim; None if the agent has not reported."""
+        """Return the id of the launcher's process that started ``instance``; None before it has connected."""
         hello = self._hellos.get(instance)
         return None if hello is None else hello["runtime"]
 
     def add_event(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
-        """Update the record with ``event`` of ``instance``; ``now_seconds`` replaces times of other clocks."""
+        """Update the record with ``event``, a message of the parent process of ``instance``, now received."""
         kind, phase = event["event"], self.phase
         if kind == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
@@ -307,7 +307,7 @@ class Record:
             self._add_evidence(instance, event)
 
     def _add_evidence(self, instance: int, event: dict[str, Any]) -> None:
-        """Keep the evidence in an answer or in the last event of ``instance``; wait no longer for its answer."""
+        """Keep what ``event`` says about a failure or hang, and no longer wait for an answer of ``instance``."""
         if self._question is not None:
             self._question.note_answer(instance)
         if event["event"] == "exited" and not event["was_stopped"]:
@@ -318,7 +318,7 @@ class Record:
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
 
     def _blame_own_network(self) -> None:
-        """Blame this machine's network for the losses if all instances on several other hosts were lost."""
+        """If all instances on several other hosts were lost, record this machine's network as the cause."""
         network = self.identity.network
         if network is None:
             return
@@ -340,12 +340,12 @@ class Record:
 
     @property
     def reachable(self) -> set[int]:
-        """The indices of the instances whose agents have reported to poprun and have not ended."""
+        """The indices of the instances whose parent processes have connected to poprun and have not ended."""
         gone = (InstanceState.AWAITED, InstanceState.ENDED)
         return {status.index for status in self.statuses if status.state not in gone}
 
     def ask(self, now_seconds: float) -> list[int]:
-        """Begin to wait for answers after a failure; return the instances to ask, which record collectives."""
+        """Return the instances to ask, after a failure, in which collective they wait; expect their answers."""
         asked = self._recording()
         self._question = _FailureQuestion(asked, now_seconds)
         for status in self.statuses:
@@ -354,22 +354,22 @@ class Record:
         return asked
 
     def awaits_evidence(self, now_seconds: float) -> bool:
-        """Whether an instance that was asked because of a failure may still answer in time."""
+        """Whether an instance that poprun asked after a failure may still answer within the time limit."""
         return self._question is not None and self._question.is_open(now_seconds)
 
     def _recording(self) -> list[int]:
-        """Return the instances whose programs run and record their collectives."""
+        """Return the instances whose programs run and record their collectives with torch's flight recorder."""
         statuses = self.statuses
         running = (status for status in statuses if status.state is InstanceState.RUNNING)
         return [status.index for status in running if status.progress is not None and status.progress.recorder]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
-        """Begin the phase ``phase`` of the attempt."""
+        """Record that the job now begins the phase ``phase``, such as running or stopping."""
         self._began[phase] = now_seconds
         self._silence.end(*range(len(self.statuses)))
 
     def frozen_instances(self, now_seconds: float) -> list[int]:
-        """Return the instances that should run but whose agents have sent nothing for ``FROZEN_SECONDS``."""
+        """Return the running instances whose agents (parent processes) were silent for ``FROZEN_SECONDS``."""
         if self._silence.pass_time(now_seconds):
             self.hang_watch.begin_anew(now_seconds)
         if self.phase is not Phase.RUNNING:
@@ -378,7 +378,7 @@ class Record:
         return [it.index for it in self.statuses if it.state in states and self._silence.is_too_long(it.index)]
 
     def give_up_awaited(self) -> None:
-        """Set the state of each instance whose agent has not reported to ended, because poprun stops waiting."""
+        """Mark each instance that has not connected to poprun as ended, because poprun stops waiting for it."""
         for index, status in enumerate(self.statuses):
             if status.state is InstanceState.AWAITED:
                 self.statuses[index] = replace(status, state=InstanceState.ENDED)
@@ -393,7 +393,7 @@ class Record:
         has_launcher_ended: bool,
         now_seconds: float,
     ) -> JobSnapshot:
-        """Return a snapshot of the job, from which the policy chooses the next action."""
+        """Return the facts about the job's present state from which `policy.decide` chooses the next action."""
         failed = first_failure(self.statuses)
         if failed is not None and failed.problem == SHIM_KILLED and self.identity.network is not None:
             lost_at_seconds = failed.exited_at_seconds or 0.0

@@ -18,7 +18,7 @@ _READ_BYTES = 4096
 
 
 class ReceivedSignals:
-    """The signals that poprun has received. Each signal makes ``descriptor`` readable, to wake the job's loop."""
+    """The signals that poprun has received. Each signal also makes a pipe readable, which wakes the job's loop."""
 
     def __init__(self) -> None:
         self.num_interrupts = 0  # times that Ctrl-C was pressed
@@ -62,7 +62,7 @@ class ReceivedSignals:
         os.close(writer)
 
     def drain(self) -> None:
-        """Read all bytes from ``descriptor``, so that it is not readable until the next signal."""
+        """Empty the pipe that each signal writes to, so that only the next signal makes it readable again."""
         while True:
             try:
                 if len(os.read(self.descriptor, _READ_BYTES)) < _READ_BYTES:

@@ -46,16 +46,16 @@ class StackInquiry:
 
     @property
     def is_about_suspicion(self) -> bool:
-        """Whether poprun only suspects a hang, so that the calls in the requested stacks must confirm the hang."""
+        """Whether poprun has requested the stacks only to find out whether a suspected hang is a real hang."""
         return self.hang is not None and self.hang.is_suspicion
 
     def calls(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, str]:
-        """Return the collective of torch in which each program waits, as text by instance; others are left out."""
+        """Return the name of the torch collective in which each program waits, by instance; omit the others."""
         answers = self._answers(evidence).items()
         return {index: call for index, stacks in answers if (call := collective_of(stacks))}
 
     def is_over(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> bool:
-        """Whether all running programs have answered, or the time for answers is over."""
+        """Whether all running programs have sent their stacks, or the time limit for answers has passed."""
         is_awaited = any(statuses[index].state is InstanceState.RUNNING for index in self._awaited)
         return not is_awaited or now_seconds >= self._deadline_seconds
 
@@ -66,7 +66,7 @@ class StackInquiry:
         read_line: ReadLine,
         findings: Sequence[str] = (),
     ) -> str:
-        """Return the stacks of all asked programs as text; ``findings`` name the instances at fault, if known."""
+        """Return the stacks of all programs as text for the user; ``findings`` are lines on the hang's cause."""
         answers = self._answers(evidence)
         stacks = {
             index: answers.get(index) or Stacks(processes=(_without_answer(statuses[index]),))
@@ -77,7 +77,7 @@ class StackInquiry:
         return "\n  ".join([*self._heading(statuses, findings), *lines, *self._last_lines()])
 
     def _answers(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, Stacks]:
-        """Return the stacks of the programs that have answered; ``evidence`` may also contain older answers."""
+        """Return the stacks of the programs that have answered this request; skip older stacks in ``evidence``."""
         answered = (index for index in self._asked if index not in self._awaited and index in evidence)
         return {index: evidence[index].stacks for index in answered}
 

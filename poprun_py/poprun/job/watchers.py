@@ -28,7 +28,7 @@ _HOSTS_SECONDS: Final = 30.0  # time between two checks of the hosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """An attempt of a job, with the plan, connections and other objects that every watcher of the attempt uses."""
+    """The plan, connections and other objects of one start of a job, which all watchers of the job use."""
 
     plan: LaunchPlan
     variables: Mapping[str, str]
@@ -40,18 +40,18 @@ class Watched:
 
 
 class Watcher:
-    """A watcher of one aspect of an attempt of a job, such as its hangs, its speed or its hosts."""
+    """An observer of one aspect of a running job, such as hangs, speed or problems of hosts."""
 
     hears: ClassVar[str] = ""  # the kind of events that it receives; empty if none
 
     def update(self, now_seconds: float) -> None:
-        """Search the attempt for news, in each turn of the supervisor's loop, and print the news for the user."""
+        """Observe the job again, and print for the user what is new. poprun's loop calls this method often."""
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Use an event of ``instance`` of the kind ``hears``; the record already contains the event."""
+        """Handle a message of the parent process of ``instance``. Other kinds than ``hears`` do not come here."""
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Return the end of the attempt, or its present state, with the findings of this watcher."""
+        """Return ``end``, the description of how the job ended, with the results of this watcher added."""
         return end
 
     def close(self) -> None:
@@ -59,21 +59,21 @@ class Watcher:
 
 
 class Monitors(Watcher):
-    """The watcher that keeps the connected monitors, and the monitor of `--monitor`, up to date."""
+    """The watcher that sends the job's state to monitors, the programs that show the job to users."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._own = _own_monitor(watched)
 
     def update(self, now_seconds: float) -> None:
-        """Send all connected monitors a view of the job if the next view is due."""
+        """Send the job's present state to all connected monitors if the next update is due."""
         if self._watched.links.viewers is not None:
             self._watched.links.viewers.send_view(
                 self._watched.record, self._watched.streams.last_line, now_seconds
             )
 
     def show(self, text: str) -> None:
-        """Print ``text`` for the user; a monitor on this terminal prints the text above its drawing."""
+        """Print ``text`` for the user; if a monitor draws on this terminal, the monitor prints the text."""
         viewers = self._watched.links.viewers
         is_shown = viewers is not None and viewers.add_text(text)
         if not is_shown or self._own is None:
@@ -94,7 +94,7 @@ def _own_monitor(watched: Watched) -> "MonitorProcess | None":
 
 
 class GpuCurves(Watcher):
-    """The watcher that records the load and the memory of this host's GPUs as curves."""
+    """The watcher that records the load and the memory of this host's GPUs over time."""
 
     def __init__(self, watched: Watched) -> None:
         self._watch: GpuWatch | None = None
@@ -104,12 +104,12 @@ class GpuCurves(Watcher):
             self._watch = watch_gpus(watched.plan, watched.identity, watched.variables, watched.record.curves)
 
     def update(self, now_seconds: float) -> None:
-        """Read the measurements that the GPU maker's tool has printed, and add the measurements to the curves."""
+        """Read new measurements of the GPU vendor's tool, such as nvidia-smi, and add these to the curves."""
         if self._watch is not None:
             self._watch.update(now_seconds)
 
     def close(self) -> None:
-        """End the GPU maker's tool that prints measurements."""
+        """End the process of the GPU vendor's tool that prints measurements."""
         if self._watch is not None:
             self._watch.close()
 
@@ -127,7 +127,7 @@ class StackWatch(Watcher):
 
     @property
     def are_awaited(self) -> bool:
-        """Whether poprun has requested the programs' stacks, and some programs have not answered."""
+        """Whether poprun has requested stacks from the programs and still waits for their answers."""
         return self._inquiry is not None
 
     def update(self, now_seconds: float) -> None:
@@ -174,7 +174,7 @@ class StackWatch(Watcher):
         return replace(end, verdict_of_hang=self._verdict) if end.is_hung else end
 
     def _describe(self, inquiry: "StackInquiry") -> str:
-        """Return the answered stacks as text; in a hang, the instance for which the others wait comes first."""
+        """Return the received stacks as text; in a hang, the instance for which the others wait comes first."""
         from poprun.observe.account.stacks import read_lines
         from poprun.observe.judge.verdict import find_verdict_of_hang
         from poprun.observe.show.standstill import describe_verdict
@@ -225,11 +225,11 @@ class Clocks(Watcher):
             self.others.add(instance, event, time.time_ns())
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Return ``end`` with all answers to the questions for the time of other hosts' clocks."""
+        """Return ``end`` with all measurements of how far other hosts' clocks are ahead of poprun's clock."""
         return end if self.others is None else replace(end, clock_rounds=self.others.rounds)
 
     def ahead_seconds(self, instances: range) -> dict[int, float]:
-        """Return the seconds by which each instance's clock is ahead of poprun's clock; 0.0 if unknown."""
+        """Return by instance how many seconds its host's clock is ahead of poprun's clock; 0.0 if unknown."""
         fits = {} if self.others is None else self.others.fits()
         hosts = {index: self._watched.plan.instance(index).host for index in instances}
         now_ns = time.time_ns()
@@ -237,7 +237,7 @@ class Clocks(Watcher):
 
 
 class Speed(Watcher):
-    """The watcher that finds slow instances by asking programs, at intervals, when they called collectives."""
+    """The watcher that finds slow instances: it regularly asks each program when it called its collectives."""
 
     def __init__(self, watched: Watched, clocks: Clocks) -> None:
         self._watched = watched
@@ -293,7 +293,7 @@ class Hosts(Watcher):
         self._warnings: dict[tuple[str, str], str] = {}  # by kind and host
 
     def update(self, now_seconds: float) -> None:
-        """Apply all rules about hosts every 30 s, and log a warning for each new problem."""
+        """Check every 30 s whether hosts have problems, such as full memory; log a warning for each new one."""
         if now_seconds >= self._due_seconds:
             from poprun.observe.judge.host_rules import find_host_findings
             from poprun.observe.show.host_words import describe_finding
@@ -327,5 +327,5 @@ class Lone(Watcher):
             log(describe_lone(number, self._watched.plan))
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Return ``end`` with the fact whether the warning about independent instances was printed."""
+        """Return ``end``, which then says whether the warning about independent instances was printed."""
         return replace(end, has_told_lone=self._is_told)

@@ -14,7 +14,7 @@ MAX_HELD_BYTES: Final = 1024 * 1024  # if more bytes wait, the oldest lines are 
 
 
 class Folded(NamedTuple):
-    """A line, and the ascending indices of the instances that printed the line."""
+    """A line of output, and the ascending indices of all instances that have printed this line."""
 
     instances: tuple[int, ...]
     line: bytes
@@ -27,7 +27,7 @@ class _Held(NamedTuple):
 
 
 class Folder:
-    """The lines of one stream that wait to be folded, from all instances for which :meth:`end` was not called."""
+    """A buffer of output lines, so that a line that several instances print within 0.2 s is shown only once."""
 
     def __init__(self, instances: Iterable[int]) -> None:
         self._queues: dict[int, deque[_Held]] = {instance: deque() for instance in sorted(instances)}
@@ -37,7 +37,7 @@ class Folder:
         self._held_bytes = 0
 
     def add(self, instance: int, line: bytes, now_seconds: float) -> list[Folded]:
-        """Add one whole line of ``instance``; return the lines to show now."""
+        """Add one whole line that ``instance`` has printed; return the buffered lines that must be shown now."""
         counts = self._counts.setdefault(line, {})
         counts[instance] = counts.get(instance, 0) + 1
         self._queues[instance].append(_Held(self._num_lines, now_seconds + HOLD_SECONDS, line))
@@ -51,7 +51,7 @@ class Folder:
         return shown
 
     def add_lines(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
-        """Add the output of ``instance``; return the lines to show now. Steps of progress bars do not wait."""
+        """Add output of ``instance``; return the lines to show now. Updates of progress bars never wait."""
         shown: list[Folded] = []
         for line in lines.splitlines(keepends=True):
             if line.endswith(b"\n"):
@@ -61,14 +61,14 @@ class Folder:
         return shown
 
     def due(self, now_seconds: float) -> list[Folded]:
-        """Return the lines that must be shown now, because they have waited long enough."""
+        """Remove and return the buffered lines that have waited 0.2 s for equal lines of other instances."""
         shown: list[Folded] = []
         while (due := self.due_at_seconds) is not None and due <= now_seconds:
             shown.append(self._show_next(self._oldest(self._queues)))
         return shown
 
     def end(self, instance: int) -> list[Folded]:
-        """Record that ``instance`` prints no more; return the lines that waited only for ``instance``."""
+        """Record that ``instance`` prints no more; return the lines that only waited for ``instance``."""
         self._running.discard(instance)
         if not self._running:
             return [folded for other in self._queues for folded in self._show_until(other, 0)]
@@ -78,14 +78,14 @@ class Folder:
 
     @property
     def due_at_seconds(self) -> float | None:
-        """The time at which the oldest waiting line must be shown; None if no line waits."""
+        """The time at which the oldest buffered line must be shown; None if no line is buffered."""
         return min((queue[0].due_at_seconds for queue in self._queues.values() if queue), default=None)
 
     def _is_everybodys(self, line: bytes) -> bool:
         return self._running <= self._counts[line].keys()
 
     def _show_until(self, instance: int, num_left: int) -> list[Folded]:
-        """Show lines, oldest first, until only ``num_left`` lines of ``instance`` wait; return the shown lines."""
+        """Remove and return lines, oldest first, until only ``num_left`` lines of ``instance`` are buffered."""
         queue, shown = self._queues[instance], []
         while len(queue) > num_left:
             holders = self._counts[queue[len(queue) - num_left - 1].line]
@@ -93,14 +93,14 @@ class Folder:
         return shown
 
     def _oldest(self, instances: Iterable[int]) -> int:
-        """Return the instance whose first waiting line is the oldest."""
+        """Return which of ``instances`` has the oldest line at the front of its queue of buffered lines."""
         return min(
             (instance for instance in instances if self._queues[instance]),
             key=lambda instance: self._queues[instance][0].number,
         )
 
     def _show_next(self, instance: int) -> Folded:
-        """Return one line to show: the next line of ``instance``, or a line that must be shown before it."""
+        """Remove and return the next line of ``instance``, or another line that must be shown before this line."""
         seen = {instance}
         line = self._queues[instance][0].line
         while (other := self._not_there_yet(line, seen)) is not None:
@@ -109,12 +109,12 @@ class Folder:
         return self._remove(line)
 
     def _not_there_yet(self, line: bytes, seen: set[int]) -> int | None:
-        """Return an instance whose queue contains ``line``, but not at the front; None if there is none."""
+        """Return an instance, not in ``seen``, that printed other lines before ``line``; None if there is none."""
         others = (other for other in self._counts[line] if other not in seen)
         return next((other for other in others if self._queues[other][0].line != line), None)
 
     def _remove(self, line: bytes) -> Folded:
-        """Remove ``line`` from the front of all queues that begin with it; return the line with the instances."""
+        """Remove ``line`` from the front of each queue that begins with it; return it with these instances."""
         counts = self._counts[line]
         instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)
         for instance in instances:

@@ -19,14 +19,14 @@ _NUM_REMEMBERED: Final = 4096
 
 
 class LineSplitter:
-    """A splitter that divides a byte stream into whole lines."""
+    """A buffer that divides a stream of bytes into whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._is_drawing = False
 
     def feed(self, data: bytes) -> bytes:
-        r"""Return the lines that ``data`` completes, with their ends; a final ``\r`` waits for the next byte."""
+        r"""Add ``data``; return all lines that are now complete. After a last ``\r``, wait for one more byte."""
         data = self._rest + data
         after_bar = data.rfind(b"\r", 0, -1) + 1
         end = max(after_bar, data.rfind(b"\n") + 1)
@@ -38,13 +38,13 @@ class LineSplitter:
         return data[:end]
 
     def finish(self) -> bytes:
-        """Return the last line, with a line break added if it has none."""
+        """Return the last line of the stream, with a line break added if the program has printed none."""
         rest, self._rest = self._rest, b""
         return rest if not rest or rest.endswith(b"\r") else rest + b"\n"
 
     @property
     def step(self) -> bytes:
-        r"""The part of a progress bar's next step that has arrived without its end; empty if there is no bar."""
+        r"""The beginning of a progress bar's next update, whose end has not arrived; empty if there is no bar."""
         # programs write ``\r`` before or after each step; without this, a step would be shown one step late
         if self._rest.endswith(b"\r"):
             return self._rest[:-1]
@@ -52,7 +52,7 @@ class LineSplitter:
 
 
 def tagged(tag: bytes, lines: bytes) -> bytes:
-    """Return whole lines with ``tag`` before each line."""
+    """Return ``lines``, one or more whole lines of output, with the prefix ``tag`` before each line."""
     if not tag or not lines:
         return lines
     if b"\r" in lines:
@@ -61,14 +61,14 @@ def tagged(tag: bytes, lines: bytes) -> bytes:
 
 
 class StepLines:
-    """Progress bars as lines, for a pipe or a file: a step is one line, and at most one step a second is shown."""
+    """A filter that shows each progress bar in a pipe or file as lines, with at most one update per second."""
 
     def __init__(self) -> None:
         self._shown_at_seconds: dict[tuple[int, ...], float] = {}
         self._waiting: dict[tuple[int, ...], bytes] = {}  # the last step that was not shown
 
     def show(self, instances: tuple[int, ...], lines: bytes, now_seconds: float) -> bytes:
-        """Return the lines to show now of ``lines``, whole lines that ``instances`` printed."""
+        """Return those of ``lines`` to show now; of a progress bar, show at most one update per second."""
         has_bar = instances in self._shown_at_seconds
         if not (has_bar or b"\r" in lines or _CURSOR_UP in lines):
             return lines
@@ -88,13 +88,13 @@ class StepLines:
         return b"".join(shown)
 
     def end(self, instances: tuple[int, ...]) -> bytes:
-        """Return the last step of a progress bar that was not yet shown when its program ended."""
+        """Return the last update of the progress bar of ``instances`` if it was not shown; empty if it was."""
         self._shown_at_seconds.pop(instances, None)
         return self._waiting.pop(instances, b"")
 
 
 class Tags:
-    """The tags of one of poprun's streams, in the plan's format and perhaps with colours."""
+    """The prefixes that say which instance has printed a line on poprun's stdout or stderr; perhaps coloured."""
 
     def __init__(self, plan: LaunchPlan, stream: str, *, is_coloured: bool) -> None:
         self._plan = plan
@@ -105,7 +105,7 @@ class Tags:
         self.of = lru_cache(maxsize=_NUM_REMEMBERED)(self._make)
 
     def _make(self, instances: tuple[int, ...]) -> bytes:
-        """Return the tag of a line that ``instances`` printed; coloured if there is only one instance."""
+        """Return the prefix of a line that ``instances`` printed; coloured only if there is one instance."""
         if not self._plan.is_tagged:
             return b""
         text = self._template.format_map(self._values(instances))

@@ -17,7 +17,7 @@ _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 
 
 class LogFiles:
-    """The open logs of one attempt of a job: ``<folder>/instance-<n>.out.log`` and ``….err.log``."""
+    """The open log files of one start of a job: for each instance, ``instance-<n>.out.log`` and ``….err.log``."""
 
     def __init__(
         self, log_dir: str, job_id: str, restart_count: int, num_instances: int, warn: Callable[[str], None]
@@ -50,7 +50,7 @@ class LogFiles:
             ) from None
 
     def write(self, instance: int, stream: int, data: bytes) -> None:
-        """Append ``data`` to the log of ``stream`` (1 or 2) of ``instance``; do nothing after a write error."""
+        """Append ``data`` to the log of an instance's stdout (1) or stderr (2), unless writing failed before."""
         descriptor = self._descriptors.get((instance, stream))
         if descriptor is None:
             return
@@ -65,7 +65,7 @@ class LogFiles:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close all logs, and warn how many logs are incomplete if there are several."""
+        """Close all log files; if several are incomplete because of write errors, warn how many."""
         for (instance, stream), descriptor in self._descriptors.items():
             try:
                 os.close(descriptor)
@@ -87,7 +87,7 @@ class LogFiles:
 
 @contextmanager
 def _made_folder(above: int, name: str) -> Iterator[int]:
-    """Return a context with the descriptor of the folder ``name`` in another folder; make it if it is missing."""
+    """A context with the descriptor of the folder ``name`` in the folder ``above``; first make it if missing."""
     descriptor = open_below(above, name, FOLDER, makes_folder=True)
     try:
         yield descriptor

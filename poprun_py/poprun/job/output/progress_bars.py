@@ -20,10 +20,10 @@ _Writer = tuple[str, tuple[int, ...]]
 
 
 class BottomRow:
-    """The rows around the terminal's cursor; ``columns`` returns the width of the terminal, 0 if unknown."""
+    """The state of a terminal's last rows, where a progress bar stays below the lines of other instances."""
 
     def __init__(self, columns: Callable[[], int]) -> None:
-        self._columns = columns
+        self._columns = columns  # returns the width of the terminal, 0 if unknown
         self._bar = b""
         self._owner: _Writer | None = None
         self._num_used = 0  # rows that are not empty, from the cursor's row downwards
@@ -31,7 +31,7 @@ class BottomRow:
         self._num_above = 0  # rows above the cursor that ``_writer`` wrote last
 
     def render(self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes) -> bytes:
-        """Return the bytes that show whole ``lines`` and then ``step``, the beginning of a bar's next step."""
+        """Return the bytes that show ``lines`` and then ``step``, the start of a progress bar's next update."""
         writer = (stream, instances)
         if len(step) > _MAX_STEP_BYTES or _CURSOR_UP in step:
             step = b""  # such a step cannot be written twice
@@ -46,7 +46,7 @@ class BottomRow:
         )
 
     def end_bars(self, stream: str, instance: int) -> bytes:
-        """Return the bytes to write when a program's stream ends, so that its progress bars stay in their rows."""
+        """Return the bytes to write after an instance's last output, so that nothing overwrites its bars."""
         if self._owner != (stream, (instance,)):
             return b""
         below = b"\n" * self._num_used
@@ -104,7 +104,7 @@ class BottomRow:
 
 
 def clip(text: bytes, columns: int) -> bytes:
-    """Return the part of ``text`` that fits in ``columns``, with all colour codes; the whole text if it is 0."""
+    """Cut ``text`` to ``columns`` visible characters, with all colour codes; cut nothing if ``columns`` is 0."""
     if not columns or len(text) <= columns:
         return text
     shown, num_signs = [], 0

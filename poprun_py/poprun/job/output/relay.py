@@ -46,7 +46,7 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One output stream of one program."""
+    """One output stream, stdout or stderr, of one instance's program."""
 
     descriptor: int  # the reading end of the stream's pipe
     instance: int  # the instance that writes the stream
@@ -60,7 +60,7 @@ OnClosed = Callable[[OSError], None]  # called with the reason when poprun's out
 
 
 class OutputStream:
-    """One of poprun's own streams; ``on_closed`` is called when its reader has gone or the disk is full."""
+    """poprun's own stdout or stderr; ``on_closed`` is called if writing fails, such as on a full disk."""
 
     def __init__(self, descriptor: int, on_closed: OnClosed) -> None:
         self._descriptor = descriptor
@@ -68,7 +68,7 @@ class OutputStream:
         self._is_closed = False
 
     def write(self, data: bytes) -> None:
-        """Write ``data`` to poprun's own stream, and wait for a slow reader; after an error, drop the rest."""
+        """Write ``data`` and wait while the reader is slow; after a write error, drop this and all later data."""
         view = memoryview(data)
         while view and not self._is_closed:
             try:
@@ -83,7 +83,7 @@ class OutputStream:
 
 
 class Display:
-    """The display of all instances' lines on one of poprun's streams, with a bottom row if it is a terminal."""
+    """All instances' output on poprun's stdout or stderr: with prefixes, equal lines only once, progress bars."""
 
     def __init__(
         self, stream: str, output: OutputStream, tags: Tags, row: "BottomRow | None", folder: "Folder | None"
@@ -96,11 +96,11 @@ class Display:
         self._steps = StepLines()
 
     def pass_on(self, data: bytes) -> None:
-        """Write ``data``, bytes that a program has printed, unchanged to poprun's own stream."""
+        """Write ``data``, bytes that a program has printed, unchanged to poprun's own stdout or stderr."""
         self._output.write(data)
 
     def show(self, instance: int, lines: bytes, step: bytes) -> None:
-        """Show the output of ``instance``: whole lines, and the arrived part of a progress bar's next step."""
+        """Show whole ``lines`` of ``instance``, and ``step``, the start of its progress bar's next update."""
         if self._folder is not None:
             self._write_folded(self._folder.add_lines(instance, lines, time.monotonic()))
             lines = b""
@@ -112,7 +112,7 @@ class Display:
             self._write_folded(self._folder.due(time.monotonic()))
 
     def end(self, instance: int) -> None:
-        """Show the lines of ``instance`` that still wait, because the instance prints no more."""
+        """Show the lines and progress bars of ``instance`` that still wait, because it prints no more."""
         if self._folder is not None:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:
@@ -122,7 +122,7 @@ class Display:
 
     @property
     def due_in_seconds(self) -> float | None:
-        """The time until :meth:`show_due` has a line to show; None if no line waits."""
+        """The seconds until the oldest waiting line must be shown; None if no line waits."""
         due_at_seconds = None if self._folder is None else self._folder.due_at_seconds
         return None if due_at_seconds is None else max(0.0, due_at_seconds - time.monotonic())
 
@@ -140,7 +140,7 @@ class Display:
 
 
 def make_displays(plan: LaunchPlan, on_closed: OnClosed, *, has_colours: bool) -> dict[int, Display]:
-    """Return the displays of both streams by number; ``on_closed`` is called when nobody reads poprun's output."""
+    """Make the displays that write all instances' output to poprun's stdout (key 1) and stderr (key 2)."""
     rows: dict[int, BottomRow] = {}  # by terminal, because two streams may share a terminal
     displays = {}
     for target, name in _NAMES.items():
@@ -178,7 +178,7 @@ def _is_shown(plan: LaunchPlan, instance: int) -> bool:
 
 
 class Tails:
-    """The last lines of each instance: for the words of a failure, and with ``keeps_all`` for the job's report."""
+    """The last output lines of each instance: for error messages and, with ``keeps_all``, for the job's report."""
 
     def __init__(self, *, keeps_all: bool) -> None:
         self._errors: dict[int, deque[bytes]] = {}
@@ -186,7 +186,7 @@ class Tails:
         self._all: dict[int, deque[bytes]] | None = {} if keeps_all else None
 
     def add(self, source: Source, lines: bytes) -> None:
-        """Keep the last of the whole ``lines`` that came from ``source``."""
+        """Remember the last of ``lines``, which came from the stream ``source``; drop older remembered lines."""
         if source.target == _STDERR and lines:
             _add_lines(self._errors.setdefault(source.instance, deque(maxlen=_TAIL_LINES)), lines)
         elif not source.is_shown and lines:
@@ -195,21 +195,21 @@ class Tails:
             _add_lines(self._all.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
 
     def of_failure(self, instance: int) -> list[str]:
-        """Return the last lines of an instance's standard error; if there are none, of its hidden output."""
+        """Return the last lines of an instance's stderr; if there are none, of its stdout that was not shown."""
         return _decode(self._errors.get(instance) or self._hidden.get(instance) or ())
 
     def of_all(self, instance: int) -> list[str]:
-        """Return the last lines that ``instance`` wrote; [] if the job's report needs no lines."""
+        """Return the last lines of an instance's stdout and stderr; [] if the job's report needs no lines."""
         return _decode((self._all or {}).get(instance, ()))
 
 
 class Relay:
-    """The thread that reads each of ``pipes``, (descriptor, instance, stream), to its end, and shows the lines."""
+    """The thread that reads the output of all programs until each pipe ends, and logs and shows the output."""
 
     def __init__(
         self,
         plan: LaunchPlan,
-        pipes: Iterable[tuple[int, int, int]],
+        pipes: Iterable[tuple[int, int, int]],  # each with a descriptor, the instance, and 1 or 2 for the stream
         displays: Mapping[int, Display],
         logs: "LogFiles | None",
         *,
@@ -305,7 +305,7 @@ class Relay:
             self._displays[source.target].show(source.instance, self._sifted(source, lines), splitter.step)
 
     def _end(self, source: Source) -> None:
-        """Show the last line of ``source``, which has ended, and close its descriptor."""
+        """Show the last line of an output stream that has ended, and close the stream's descriptor."""
         lines = self._splitters.pop(source).finish()
         self.tails.add(source, lines)
         if source.is_shown and not source.is_raw:
@@ -340,7 +340,7 @@ def _decode(lines: Iterable[bytes]) -> list[str]:
 
 
 def _read(source: Source) -> bytes:
-    """Return the next bytes of a program's output stream; b"" at its end, or after a logged read error."""
+    """Return the next bytes of a program's output; b"" at the end of the stream, or after a logged read error."""
     try:
         return os.read(source.descriptor, _READ_BYTES)
     except OSError as error:

@@ -30,7 +30,7 @@ _STDERR: Final = 2
 
 
 class ProgramStreams:
-    """The standard streams of all programs of one attempt: pipes, sockets between hosts, or poprun's streams."""
+    """The stdin, stdout and stderr of all instances of a job: pipes, sockets between hosts, or poprun's own."""
 
     def __init__(
         self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, *, shows_all: bool
@@ -49,7 +49,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """Return descriptors of the three standard streams for ``instance``; [] if ``sockets`` are its streams."""
+        """Return the descriptors of stdin, stdout and stderr for ``instance``; [] if it uses ``sockets``."""
         if sockets:
             self._fed = sockets.get(_STDIN, self._fed)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
@@ -67,13 +67,13 @@ class ProgramStreams:
 
     @property
     def has_no_reader(self) -> bool:
-        """Whether the only program has poprun's own standard output and the reader of the output has gone."""
+        """Whether the only program writes to poprun's own stdout, and nobody reads this stdout any more."""
         poll = select.poll()
         poll.register(_STDOUT, 0)
         return self.is_inherited and any(events & select.POLLERR for _, events in poll.poll(0))
 
     def start(self, on_closed: "OnClosed") -> None:
-        """Begin to read the programs' output and send input; call ``on_closed`` if poprun's output is closed."""
+        """Start the threads that pass output and input on; call ``on_closed`` if nobody reads the output."""
         if self._pipes:
             from poprun.job.output.relay import Relay, make_displays
 
@@ -95,17 +95,17 @@ class ProgramStreams:
         os.close(self._null)
 
     def last_line(self, instance: int) -> str:
-        """Return the last line that ``instance`` wrote to standard error; an empty text if there is none."""
+        """Return the last line that ``instance`` wrote to stderr; an empty text if there is none."""
         tail = [] if self._relay is None else self._relay.tails.of_failure(instance)
         return tail[-1] if tail else ""
 
     def tails(self, instances: Iterable[int]) -> dict[int, list[str]]:
-        """Return the last lines that each of ``instances`` wrote to its standard error, by instance."""
+        """Return the last lines that each of ``instances`` wrote to its stderr, by instance."""
         relay = self._relay
         return {} if relay is None else {index: relay.tails.of_failure(index) for index in instances}
 
     def last_lines(self) -> dict[int, list[str]]:
-        """Return the last lines of each instance, by instance; {} if the job's report does not need the lines."""
+        """Return the last lines of each instance's output, by instance; {} if the job's report needs no lines."""
         if self._relay is None:
             return {}
         tails = {index: self._relay.tails.of_all(index) for index in range(self._plan.num_instances)}
@@ -153,7 +153,7 @@ _JOIN_SECONDS: Final = 1.0
 
 
 class InputFeed:
-    """A thread that sends data from a descriptor to a socket, until the data ends or nobody reads the socket."""
+    """A thread that sends poprun's standard input over a socket to a program, until the input or program ends."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source = source
@@ -193,7 +193,7 @@ class InputFeed:
         return b""
 
     def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait until ``descriptor`` is ready or the time is over; return False if the thread must end."""
+        """Wait until ``descriptor`` is ready or the time is over. Return False if the thread must stop."""
         target = self._target.fileno()
         poll = select.poll()
         poll.register(self._stop_reader, 0)

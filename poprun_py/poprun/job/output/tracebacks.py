@@ -38,7 +38,7 @@ class _Printed(NamedTuple):
 
 
 class _After(NamedTuple):
-    """The state of an instance after it has printed a traceback."""
+    """The last traceback that an instance printed, and whether it repeats another instance's traceback."""
 
     printed: _Printed
     is_repeat: bool
@@ -46,7 +46,7 @@ class _After(NamedTuple):
 
 
 class TracebackFilter:
-    """The filter of all standard errors of a job, which shortens tracebacks unless ``shows_all`` is true."""
+    """A filter of all instances' stderr that shortens tracebacks and hides repeated ones, unless ``shows_all``."""
 
     def __init__(self, *, shows_all: bool) -> None:
         self._shows_all = shows_all
@@ -62,7 +62,7 @@ class TracebackFilter:
         return tuple(sorted(self._interrupted))
 
     def feed(self, instance: int, lines: bytes, *, leaves_out_interrupts: bool) -> bytes:
-        """Return the lines to show after ``instance`` wrote ``lines``; the beginning of a traceback is withheld.
+        """Return the lines to show after ``instance`` wrote ``lines``; hold an unfinished traceback back.
 
         After Ctrl-C ``leaves_out_interrupts`` is True: tracebacks of KeyboardInterrupt are not shown.
         """
@@ -72,7 +72,7 @@ class TracebackFilter:
         return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
 
     def finish(self, instance: int) -> bytes:
-        """Return the lines of ``instance`` that were withheld, without a repeated message; it writes no more."""
+        """Return the lines of ``instance`` that were held back, except repeated messages; it prints no more."""
         self._after.pop(instance, None)
         return self._release(instance)
 
@@ -98,7 +98,7 @@ class TracebackFilter:
         return self._after_traceback(instance, line, text)
 
     def _end_traceback(self, instance: int, held: list[bytes], line: bytes) -> bytes:
-        """Return the lines to show of the traceback ``held``, whose last line ``line`` names the exception."""
+        """Return the lines to show of a finished traceback: ``held``, and ``line``, which names the exception."""
         if self._leaves_out_interrupts and _INTERRUPT.match(_DECORATION.sub(b"", line)):
             self._interrupted.add(instance)
             return b""
@@ -121,7 +121,7 @@ class TracebackFilter:
         return b"".join(folded)
 
     def _after_traceback(self, instance: int, line: bytes, text: bytes) -> bytes:
-        """Return ``line`` to show, or an empty text if the line repeats a message that was already shown.
+        """Return ``line``, which follows a traceback; b"" if it repeats the message of an earlier traceback.
 
         Empty lines around a link between two tracebacks are left out. Withheld lines are shown as soon as a
         different line follows. Only a link or the end of a program shows that the lines were the message and no
@@ -147,7 +147,7 @@ class TracebackFilter:
 
 
 def _fold(held: list[bytes]) -> list[bytes]:
-    """Return the lines of a traceback: one line for each series of library calls, and all own calls unchanged."""
+    """Return a traceback with each series of library calls as one line, and the user's own calls unchanged."""
     calls: list[list[bytes]] = [[]]  # the first item contains the lines above the calls
     for line in held:
         if _CALL in line:
