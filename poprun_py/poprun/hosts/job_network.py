@@ -20,7 +20,7 @@ _MAX_SHOWN_ROUTES: Final = 4
 
 
 def find_network(plan: LaunchPlan, environ: Mapping[str, str], verbosity: int) -> "JobNetwork | None":
-    """Check the hosts of ``plan`` and return the network of the job; None if it runs only on this machine."""
+    """Check all hosts of a job; return their addresses and the job's key. None if only this machine is used."""
     if plan.launcher is LauncherKind.SRUN and plan.remote.slurm_job is None:
         raise PlanError(
             "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
@@ -48,7 +48,7 @@ def find_network(plan: LaunchPlan, environ: Mapping[str, str], verbosity: int) -
 
 
 def found_again(plan: LaunchPlan, network: "JobNetwork") -> "JobNetwork":
-    """Check the hosts again and return ``network`` with its new key. Raises HostsError if a host is missing."""
+    """Check all hosts again before a restart; return ``network`` with a new key. Raises HostsError on failure."""
     return replace(network, key=_examine(plan)[0].key)
 
 
@@ -59,7 +59,7 @@ def _examine(plan: LaunchPlan) -> "tuple[JobNetwork, str]":
 
 
 def forget_key(plan: LaunchPlan, network: "JobNetwork | None") -> None:
-    """Make the other hosts remove the key of a job that is not started after all."""
+    """Make the hosts delete the file with the job's secret key, because the job is not started after all."""
     if network is not None:
         from poprun.hosts import preflight
 

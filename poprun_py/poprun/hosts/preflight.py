@@ -56,7 +56,7 @@ _NO_SOCKET: Final = "UNKNOWN"  # sshd's word for an address if ssh uses a pipe, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoice:
-    """The chosen addresses of the hosts, and the hosts without a usable address."""
+    """The network address chosen for each host, and a problem for each host without a usable address."""
 
     routes: Mapping[str, HostRoute]  # the routes of the hosts, without the hosts that have no route
     problems: tuple[Problem, ...]  # a problem for each host without a route
@@ -89,7 +89,7 @@ def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], s
 
 
 def _usable(own: Places, reached: str | None, version: int) -> list[tuple[str, str]]:
-    """Return a host's addresses of one IP version; the addresses of the interface that ssh uses come first."""
+    """Return a host's usable addresses of one IP version; addresses of the interface that ssh uses come first."""
     family = [place for place in own if ipaddress.ip_address(place[1]).version == version]
     interface = next((name for name, address in own if address == reached), None)
     outside = [place for place in family if place[1] == reached or not ipaddress.ip_address(place[1]).is_loopback]
@@ -105,7 +105,7 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
 
 
 def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> tuple[JobNetwork, str]:
-    """Return how the hosts of ``plan`` reach each other, and why so. Raises HostsError that lists all problems."""
+    """Check all hosts; return the job's network and why these addresses. Raises HostsError with all problems."""
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
 
@@ -126,7 +126,7 @@ async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> 
 
 
 def forget_key(plan: LaunchPlan, key: JobKey, here: Collection[str]) -> None:
-    """Make each host that answers remove the job's key, because no agent was started that would remove it."""
+    """Make each host delete the file with the job's key, because no instance was started that would delete it."""
 
     async def ask() -> None:
         own = next(iter(here), _HERE)
@@ -145,7 +145,7 @@ async def _forget(connections: HostConnections, plan: LaunchPlan, key: JobKey, s
 
 
 class _Examiner:
-    """One check of all hosts of a job; ``here`` is the name of this machine, which may be one of the hosts."""
+    """A check of all hosts of a job; ``here`` is the name of this machine, which may be one of the hosts."""
 
     def __init__(self, plan: LaunchPlan, here: str) -> None:
         self._plan = plan
@@ -154,7 +154,7 @@ class _Examiner:
         self._problems: list[Problem] = []
 
     async def examine(self) -> tuple[tuple[JobNetwork, str] | None, list[Problem]]:
-        """Check all hosts; return the network with the reason for its addresses, or None, and all problems."""
+        """Check all hosts; return the network with the reason for its addresses and [], or None and problems."""
         try:
             answers = await self._ask_for_facts()
             self._record_problems(answers)
@@ -175,7 +175,7 @@ class _Examiner:
         return (network, choice.reason), []
 
     async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
-        """Return the answers to ``questions`` by host; a host without an answer in time becomes a problem."""
+        """Return the hosts' answers to ``questions``; a host that does not answer in time becomes a problem."""
         answers, failures = await self._connections.ask(questions, seconds)
         in_slurm = self._plan.remote.slurm_job is not None
         for name, error in failures.items():
@@ -209,7 +209,7 @@ class _Examiner:
         self._problems += name_problems(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
-        """Check that the hosts without a problem have the cores and the cache folder that the job needs."""
+        """Check that all hosts without a problem have the cores and the cache folder that the job needs."""
         bad = {problem.host for problem in self._problems}
         asked = [name for name in answers if name in self._plan.hosts and name not in bad]
         question = {"ask": "slots", "folders": list(_FOLDERS), "cache": self._plan.cache_directory or ""}
@@ -217,7 +217,7 @@ class _Examiner:
             self._problems += judge_slots(name, slots, self._plan)
 
     async def _hand_over(self, key: JobKey) -> None:
-        """Give each host the job's key for its agents, because the launcher may send a key in clear text."""
+        """Store the job's secret key on each host, because a launcher, such as mpiexec, sends in clear text."""
         question = {"ask": "hold", "file": key.file, "key": key.text}
         for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
             if answer["problem"]:
@@ -227,7 +227,7 @@ class _Examiner:
             await _forget(self._connections, self._plan, key, _HOLD_SECONDS)
 
     def _choose(self, answers: Mapping[str, Answer]) -> RouteChoice:
-        """Choose the addresses of this machine and of the hosts that answered."""
+        """Choose the network addresses of this machine and of all hosts that have answered."""
         places = {
             name: [(place[0], place[1]) for place in answer["addresses"]] for name, answer in answers.items()
         }
@@ -247,7 +247,7 @@ class _Examiner:
         return choice
 
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
-        """Check that every host can connect, from its address, to this machine and to the host of instance 0."""
+        """Check that every host can connect to this machine and to instance 0's host, from its chosen address."""
         # Agents connect to this machine, and instances to instance 0's host; this machine may be a host as well.
         first = self._plan.hosts[0]
         host = routes[self._here].address

@@ -56,7 +56,7 @@ _SSH_CAUSES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason why a host cannot take part in a job."""
+    """One reason why a host cannot take part in a job, and what the user can do."""
 
     host: str
     cause: str  # what was found on the host
@@ -65,7 +65,7 @@ class Problem:
 
 
 def render_problems(problems: Sequence[Problem], num_hosts: int) -> str:
-    """Return one table of all problems; hosts with the same problem share a row."""
+    """Return a table, as text, of all problems of hosts; hosts with the same problem share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         rows.setdefault((problem.cause, problem.remedy), []).append(problem.host)
@@ -86,7 +86,7 @@ def program_files(program: Sequence[str]) -> list[str]:
 
 
 def package_places(program: Sequence[str], own_packages: str) -> list[str]:
-    """Return patterns for the folders of packages whose versions must be equal on all hosts."""
+    """Return glob patterns of the folders of torch and numpy, whose versions must be equal on all hosts."""
     environment = os.path.dirname(os.path.dirname(program[0]))
     folders = (
         glob.escape(own_packages),
@@ -98,7 +98,7 @@ def package_places(program: Sequence[str], own_packages: str) -> list[str]:
 def problems_of(
     host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
-    """Yield every problem of ``host``: what its ``answer`` shows, compared with this machine's answer ``here``."""
+    """Yield every problem of ``host`` that its ``answer`` shows, compared with ``here``, this machine's answer."""
     if answer["python"] != here["python"]:
         cause = f"{answer['python_file']} is Python {answer['python']} there, {here['python']} here"
         yield Problem(host, cause, "install the same Python on both")
@@ -156,7 +156,7 @@ def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]
 
 
 def _remedy_of_copy(folder: str, environment: str) -> tuple[str, bool]:
-    """Return the remedy for a different ``folder`` on a host, and whether ``environment`` contains the folder."""
+    """Return what to do if ``folder`` differs on a host, and whether a copy of ``environment`` contains it."""
     is_copied = folder.startswith(os.path.join(environment, ""))
     return (
         f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}",
@@ -181,10 +181,7 @@ def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> I
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Yield the problems of ``host`` with the plan's cores and cache, found in the host's answer ``slots``.
-
-    GPUs are checked by the host's pool.
-    """
+    """Yield a problem if ``host`` lacks cores or a cache folder that the job needs, by its answer ``slots``."""
     if slots["cache"]:
         yield Problem(host, slots["cache"], "give another --executable-cache-path")
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
@@ -212,7 +209,7 @@ def name_problems(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]
 
 
 def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) -> Iterator[Problem]:
-    """Yield a problem for each host that is the same machine as another host, by comparing addresses."""
+    """Yield a problem for each host name that, by its addresses, means the same machine as another name."""
     own = {host: {address for _, address in places[host]} for host in routes}
     owners: dict[str, str] = {}
     for host, route in routes.items():
@@ -226,7 +223,7 @@ def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) 
 def judge_routes(
     route: HostRoute, targets: Mapping[str, tuple[str, int]], problems: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield a problem for each target with a text in ``problems``, because the host cannot reach the target."""
+    """Yield a problem for each of ``targets`` to which the host could not connect, with its error as the cause."""
     for (name, (address, _)), problem in zip(targets.items(), problems, strict=True):
         if problem:
             cause = f"it does not reach {name} from {route.address} at {address}: {problem}"
@@ -243,7 +240,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
-    """Return the problem of a host that did not answer; ``code`` is the exit code, None after a timeout."""
+    """Return the problem of a host that did not answer; ``code`` is ssh's exit code, or None after a timeout."""
     said = words.splitlines()[-1] if words else ""
     if in_slurm:
         ended = "no answer in time" if code is None else f"exit code {code}"

@@ -44,7 +44,7 @@ Replies = tuple[dict[str, Answer], dict[str, NoAnswerError]]  # by the names of 
 
 
 class HostConnections:
-    """The connections to all hosts; a host that does not answer once is closed and is not asked again."""
+    """poprun's connections to all hosts of a job; a host that once does not answer is not asked again."""
 
     def __init__(self, names: Iterable[str], here: str, remote: RemoteSettings) -> None:
         words = {
@@ -55,7 +55,7 @@ class HostConnections:
         self._own = self._connections[here]
 
     async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
-        """Ask the hosts in ``questions`` that have not failed before; return answers and failures by host name."""
+        """Send each host its question in ``questions``; return answers and failures. Skip hosts that failed."""
         # the time limit grows if this machine is busy, which its own slow first answer shows
         asked = {
             name: asyncio.create_task(self._connections[name].ask(question))
@@ -89,7 +89,7 @@ class HostConnections:
 
 
 class _HostConnection:
-    """A process on one host that answers questions; the first question starts the process."""
+    """A process on one host, started by the first question, that answers poprun's questions about the host."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.first_answer_seconds = 0.0  # time until the first answer; 0 before the first answer

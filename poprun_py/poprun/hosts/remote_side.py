@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def facts(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts about this host that decide whether the host can take part in a job."""
+    """Return what decides whether this host can run the job, such as its versions, files and addresses."""
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "python_file": sys.executable,
@@ -73,7 +73,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest(folder: str) -> str:
-    """Return a digest of the Python files in ``folder``; an empty text if there are no files."""
+    """Return a SHA-256 digest of all Python files in ``folder``; an empty text if there are no files."""
     hasher = hashlib.sha256()
     files = [
         os.path.join(path, name) for path, _, names in os.walk(folder) for name in names if name.endswith(".py")
@@ -85,7 +85,7 @@ def digest(folder: str) -> str:
 
 
 def version(file: str) -> str:
-    """Return the version that the file ``file`` contains; an empty text if there is no such file."""
+    """Return poprun's version, as written in its source file ``file``; an empty text if the file is missing."""
     try:
         with open(file, encoding="utf-8") as source:
             match = _VERSION.search(source.read())
@@ -167,7 +167,7 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def resolve(names: list[str]) -> dict[str, list[str]]:
-    """Return the addresses of each name, as far as this host can resolve the names in 3 s."""
+    """Return the IP addresses of each name that this host can resolve; give up after 3 s for all names."""
     found: dict[str, list[str]] = {}
 
     def stop(*_: object) -> None:
@@ -191,7 +191,7 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
 
 
 def slots(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the cores that a job may use on this host, and the problem of the cache folder, or an empty text."""
+    """Return the CPU cores that a job may use on this host, and why its cache folder cannot be used, or ""."""
     sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
     from popdist.ground.trusted_paths import own_folder_problem
     from poprun.hosts.probe.machine import usable_cores
@@ -200,14 +200,14 @@ def slots(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def listen(question: dict[str, Any]) -> dict[str, Any]:
-    """Listen at the address ``host`` of this host so that others can try to connect; return the port."""
+    """Listen on a free TCP port of this host, so that other hosts can try to connect; return the port."""
     family = socket.AF_INET6 if ":" in question["host"] else socket.AF_INET
     _listeners.append(socket.create_server((question["host"], 0), family=family, backlog=socket.SOMAXCONN))
     return {"port": _listeners[-1].getsockname()[1]}
 
 
 def route(question: dict[str, Any]) -> dict[str, Any]:
-    """Return for each of ``targets`` why the address ``from`` cannot connect to the target, or an empty text."""
+    """Try to connect from this host to each of ``targets``; return for each the error, or an empty text."""
     problems = [""] * len(question["targets"])
 
     def reach(number: int, target: list[Any]) -> None:
@@ -225,7 +225,7 @@ def route(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def hold(question: dict[str, Any]) -> dict[str, Any]:
-    """Write ``key`` to ``file`` for this user only, and remove old keys; return the problem or an empty text."""
+    """Write the job's key to a file that only this user can read; delete old key files. Return the error or ""."""
     folder, name = os.path.split(question["file"])
     writing = f"{question['file']}.{os.getpid()}"
     try:
@@ -244,14 +244,14 @@ def hold(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget(question: dict[str, Any]) -> dict[str, Any]:
-    """Remove ``file``, the key of a job that will not start, if the file exists."""
+    """Delete the file with the key of a job that will not start, if the file exists."""
     with contextlib.suppress(OSError):
         os.unlink(question["file"])
     return {}
 
 
 def remove_old(file: str) -> None:
-    """Remove a key file of this user that is older than a week, which is longer than any start of a job."""
+    """Delete a key file of this user if it is older than a week, because its job has started long ago."""
     try:
         status = os.lstat(file)
         if status.st_uid == os.getuid() and time.time() - status.st_mtime > _WEEK_SECONDS:

@@ -26,7 +26,7 @@ _SHARED_MEMORY: Final = "/dev/shm"
 
 
 class State(StrEnum):
-    """The result of examining one part of the machine."""
+    """The result of the check of one part of the machine, such as MPI or the GPUs."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -48,7 +48,7 @@ class Finding:
 
 
 def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
-    """Return the findings about all that a job on this machine or on several hosts needs."""
+    """Return the findings about each part of the machine that a job may need, such as torch, MPI and GPUs."""
     return (
         *_libraries(facts),
         *_mpi(facts),
@@ -63,7 +63,7 @@ def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
 
 
 def judge_hosts(hosts: Sequence[str], problems: str) -> Finding:
-    """Return the finding about ``hosts``, which the user named; ``problems`` says why a job cannot run there."""
+    """Return the finding about ``hosts``; ``problems`` says why a job cannot run there, and is empty if it can."""
     if problems:
         return Finding("hosts", State.FAILS, problems)
     return Finding("hosts", State.OK, f"{fold_hosts(hosts)}: a job can run there")

@@ -59,7 +59,7 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
-    """The libraries that a program's Python can import, and their problems."""
+    """The versions, features and problems of the libraries that a program's Python can import, such as torch."""
 
     # versions of torch, mpi4py and popdist; a library that cannot be imported is left out
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class InstallationFacts:
 
 
 def examine(environment: Mapping[str, str]) -> InstallationFacts:
-    """Return the facts about this machine; the call takes as long as importing torch takes."""
+    """Return the facts about this machine and its software; takes seconds, because a child imports torch."""
     program = _PROGRAM.replace("BUILDS", repr((*TORCH_BUILDS,)))
     return InstallationFacts(
         python=platform.python_version(),
@@ -114,7 +114,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
 
 
 def read_libraries(answer: str | None) -> Libraries:
-    """Return the libraries that the last line of ``answer`` lists, or a problem if the answer is None or wrong."""
+    """Return the libraries that a Python has listed in the last line of ``answer``; a problem if it has not."""
     try:
         return Libraries(**json.loads((answer or "").strip().rpartition("\n")[2]))
     except ValueError:
@@ -129,7 +129,7 @@ def _version_of(program: str, option: str) -> str:
 
 
 def version_text(version_format: VersionFormat, environment: Mapping[str, str]) -> str:
-    """Return the versions, one on each line; the full formats contain every dependency, also missing packages."""
+    """Return the text of `--version`: poprun's version, and in the full formats those of all dependencies."""
     if version_format is VersionFormat.TEXT:
         return f"poprun {VERSION}\n"
     versions = _versions(environment)

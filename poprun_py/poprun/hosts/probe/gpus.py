@@ -22,7 +22,7 @@ _MOST_LETTERS: Final = 200  # of a tool's message that poprun shows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevices:
-    """The devices that a job may use, all of one maker, and the problems of devices that it cannot use."""
+    """The GPUs that a job may use, all of one maker, and why other GPUs of the machine cannot be used."""
 
     gpus: tuple[Gpu, ...] = ()  # in slot order
     maker: str = DEFAULT_MAKER
@@ -31,12 +31,12 @@ class FoundDevices:
 
 
 def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that the makers' variables in ``environment`` make visible to programs, in slot order."""
+    """Return the GPUs that variables in ``environment``, such as ``CUDA_VISIBLE_DEVICES``, make visible."""
     return find_devices(environment).gpus
 
 
 def find_devices(environment: Mapping[str, str], root: str = "/") -> FoundDevices:
-    """Return the devices that drivers below ``root`` list, but only of the first maker with usable devices."""
+    """Find the usable GPUs, but only of the first maker that has any; the files of drivers are below ``root``."""
     found = [_devices_of(it, environment, root) for it in MAKERS.values() if _is_here(it, environment, root)]
     usable = [it for it in found if it.gpus]
     if not usable:
@@ -100,7 +100,7 @@ def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer
 
 
 def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
-    """Return ``devices`` as GPUs with the processes that use their memory, except the callers of poprun."""
+    """Return ``devices`` as GPUs, with the processes that use each GPU's memory, except poprun's own parents."""
     callers = {*ancestors(os.getpid())} if any(it.pids for it in devices) else set()
     return tuple(
         Gpu(
@@ -116,7 +116,7 @@ def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
 
 
 def _node_of(address: str, pci: str) -> int | None:
-    """Return the NUMA node of the device with the PCI address ``address``; None if the kernel does not know it."""
+    """Return the NUMA node of the device with the PCI address ``address``; None if the node is unknown."""
     domain, _, rest = address.lower().partition(":")
     with suppress(OSError, ValueError):
         node = int(read_text(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node")))
@@ -125,7 +125,7 @@ def _node_of(address: str, pci: str) -> int | None:
 
 
 def _read_files(patterns: Sequence[str], root: str) -> dict[str, str]:
-    """Return the contents of the readable files below ``root``, by their paths relative to ``root``."""
+    """Return the contents of all readable files below ``root`` that match ``patterns``, by path from ``root``."""
     from glob import glob
 
     found = {}

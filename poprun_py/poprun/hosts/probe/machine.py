@@ -45,7 +45,7 @@ _STEP_TASK: Final = "SLURM_PROCID"
 
 
 def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> MachineFacts:
-    """Return the facts of this machine, found without the network; MPI runtimes only if ``with_mpi`` is true."""
+    """Return the facts about this machine, such as cores and GPUs; search for MPI only if ``with_mpi`` is true."""
     hostname = socket.gethostname()
     path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
     mpi, unknown = find_mpi(path, own_folder) if with_mpi else (None, ())
@@ -67,7 +67,7 @@ def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> M
 
 
 def own_names(hostname: str) -> frozenset[str]:
-    """Return the names that always mean this machine, whatever the resolver says."""
+    """Return the host names that always mean this machine, whatever DNS says: ``localhost`` and its own name."""
     return frozenset((*_LOOPBACK, hostname, hostname.partition(".")[0]))
 
 
@@ -120,7 +120,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def starter_of_many(environment: Mapping[str, str]) -> str:
-    """Return the launcher that started poprun several times; empty if there is none, or inside a poprun job."""
+    """Return the launcher, such as torchrun, that has started several copies of poprun; empty if none has."""
     if NUM_REPLICAS in environment:
         return ""
     names = {"mpiexec": (HYDRA_SIZE, OMPI_SIZE), "torchrun": (WORLD_SIZE,) if RUN_ID in environment else ()}
@@ -134,7 +134,7 @@ def _last_number(text: str) -> int:
 
 
 def _task(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return poprun's task index in a Slurm step and the number of tasks; None unless there are several tasks."""
+    """Return the index of poprun among the tasks of a Slurm step, and their number; None if poprun is alone."""
     rank, size = environment.get(_STEP_TASK, ""), environment.get(_STEP_TASKS, "")
     return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
 
@@ -155,7 +155,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]:
-    """Return the caches and nodes of the online cores in ``allowed``; unknown cores share one cache."""
+    """Return the cache and NUMA node of each online core in ``allowed``; unknown cores count as one cache."""
     online = _numbers(os.path.join(system, "cpu", "online")) or allowed
     node_of = _node_of_cores(os.path.join(system, "node"))
     return tuple(

@@ -19,7 +19,7 @@ _VERSIONS: Final = (
 
 
 def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, ...]]:
-    """Return the first known MPI runtime in ``path`` and ``own_folder``, and unknown launchers found before it."""
+    """Return the first MPICH or Open MPI in ``path`` or ``own_folder``, and all other MPIs found before it."""
     unknown: list[str] = []
     for launcher in _candidates([*path.split(os.pathsep), own_folder]):
         runtime = read_version(launcher, answer_of((launcher, "--version"), _VERSION_SECONDS) or "")
@@ -39,7 +39,7 @@ def read_version(launcher: str, output: str) -> MpiRuntime | None:
 
 
 def _candidates(folders: Sequence[str]) -> Iterator[str]:
-    """Yield every launcher in ``folders``; a file with several names comes only once, with its first name."""
+    """Yield every mpiexec and mpirun in ``folders``; a file with several names comes once, with its first name."""
     seen = set()
     for folder in filter(None, folders):
         for name in _LAUNCHERS:
@@ -51,7 +51,7 @@ def _candidates(folders: Sequence[str]) -> Iterator[str]:
 
 
 def _forker_beside(runtime: MpiRuntime) -> str | None:
-    """Return MPICH's launcher for a single machine, in the folder of ``runtime``; None if there is none."""
+    """Return MPICH's launcher for a single machine, mpiexec.gforker, in the folder of ``runtime``, or None."""
     forker = os.path.join(os.path.dirname(os.path.realpath(runtime.path)), _FORKER)
     return forker if runtime.kind is MpiKind.MPICH and _is_program(forker) else None
 

@@ -24,7 +24,7 @@ _HEAD_BYTES: Final = 256  # number of bytes in which Linux looks for the ``#!`` 
 
 
 def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -> tuple[str, ...]:
-    """Return the argv that runs ``words``, with an absolute path. Raises an error if it cannot be executed."""
+    """Return the argv that executes the command line ``words``. Raises PoprunError if that is impossible."""
     if not words:
         return ()
     program, *arguments = words
@@ -48,7 +48,7 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
 
 
 def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the argv for a machine that poprun cannot see: ``words``, with ``python`` before a Python file."""
+    """Return the argv for a machine that poprun cannot inspect: ``words``, with ``python`` before a .py file."""
     return ("python", *words) if words and words[0].endswith(".py") else words
 
 
@@ -74,7 +74,7 @@ def script_of(program: Sequence[str]) -> str:
 
 
 def _places(program: str, working_directory: str, path: str) -> list[str]:
-    """Return the paths at which a program may be, in the order of the search."""
+    """Return the paths at which the file ``program`` may be, in the order in which poprun searches."""
     here = os.path.join(working_directory, program.removeprefix("./"))
     folders = [] if "/" in program else filter(None, path.split(os.pathsep))
     return [*(os.path.join(working_directory, folder, program) for folder in folders), here]
@@ -204,7 +204,7 @@ def fabric_variables(
     *,
     on_cpu: bool,
 ) -> dict[str, str]:
-    """Return variables that `fabric run` sets; ``counts`` has the number of instances per host and of hosts."""
+    """Return the variables that Lightning's `fabric run` sets; ``counts`` is (instances per host, hosts)."""
     # Fabric() takes the number of devices from its launcher: without these variables each instance would
     # train alone. A script with other numbers would fail with these variables.
     file = next((word for word in program if word.endswith(".py")), "")
@@ -231,7 +231,7 @@ def _source(file: str, working_directory: str) -> str:
 
 
 def _calls(source: str) -> "list[ast.Call]":
-    """Return every call in a Python file that calls Fabric; [] if the file does not call Fabric."""
+    """Return all function calls in the Python text ``source``; [] if the text does not call Lightning's Fabric."""
     if "Fabric(" not in source:
         return []
     try:
@@ -241,7 +241,7 @@ def _calls(source: str) -> "list[ast.Call]":
 
 
 def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
-    """Return the names of the arguments that a script gives to Fabric; None without a call, or with ``**``."""
+    """Return the names of the arguments in calls of ``Fabric``; None if there is no call, or a call has ``**``."""
     made = [call for call in calls if _name(call.func) == "Fabric"]
     if not made or any(word.arg is None for call in made for word in call.keywords):  # **options may name all
         return None

@@ -14,7 +14,7 @@ _GIT_SECONDS: Final = 2.0
 
 
 def provenance(program: Sequence[str], working_directory: str) -> dict[str, str]:
-    """Return the versions that a program in poprun's environment uses, and the ``revision`` of its folder."""
+    """Return the known versions of Python and packages that ``program`` uses, and its folder's git revision."""
     found = {}
     if program and os.path.dirname(program[0]) == os.path.dirname(sys.executable):
         found = {"python": platform.python_version(), **{it: _version_of(it) for it in _PACKAGES}}
