@@ -52,7 +52,9 @@ _FLOAT: Final = struct.Struct("=d")
 
 
 def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> bytes:
-    """Make a header, the message before a collective: ``text`` and at most ``MAX_NUMBERS`` 64-bit integers."""
+    """Make the bytes of a header, a message that each instance sends before a collective, from ``text`` and up to
+    ``MAX_NUMBERS`` integers of 64 bits.
+    """
     count = len(numbers)
     if count > MAX_NUMBERS:
         raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {count}")
@@ -63,9 +65,9 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
 
 
 def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
-    """Return the integers in each received header, in lists that must not be changed; None if texts differ."""
+    """Return the integers in each received header (message before a collective); None if the texts differ."""
     first, *others = received
-    if others.count(first) == len(others):  # the usual case
+    if others.count(first) == len(others):  # the usual case; nobody may change the list, which is returned often
         return [_numbers_of(first)] * len(received)
     text = first[_TEXT_AT:]
     return [_numbers_of(it) for it in received] if all(it.endswith(text) for it in others) else None
@@ -82,7 +84,7 @@ def _numbers_of(header: bytes) -> list[int]:
 
 
 def are_some_preempted(received: Sequence[bytes]) -> bool:
-    """Return whether the sender of at least one of the headers ``received`` was asked to end."""
+    """Whether the sender of at least one of the headers ``received`` was asked to end, as by a preemption."""
     return any(header[_PREEMPTED_AT] for header in received)
 
 
@@ -98,7 +100,7 @@ def as_floats(words: Iterable[int]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def _bytes_of(text: str) -> bytes:
-    """Return ``text`` as the bytes in a header; cached, because every step sends the same texts."""
+    """Return ``text``, encoded and padded for a header; cached, because every step sends the same texts."""
     return _fit(text.encode()).ljust(TEXT_BYTES, b"\0")
 
 
@@ -110,7 +112,7 @@ def _fit(text: bytes) -> bytes:
 
 
 def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
-    """Return an error message that lists which instances sent which text; None if all ``texts`` are equal."""
+    """Return an error message that lists which instances called which collective; None if ``texts`` are equal."""
     owners: dict[str, list[int]] = {}
     for instance, text in texts.items():
         owners.setdefault(text, []).append(instance)
@@ -122,10 +124,10 @@ def disagreement(texts: Mapping[int, str], names: Names) -> str | None:
 
 
 class HeaderExchange(Protocol):
-    """An exchange of headers that has started: all instances send each other a message before a collective."""
+    """A started exchange of headers: before a collective each instance sends all others a message (header)."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return the headers of all instances. Raises BackendError after a timeout; a later call may succeed."""
+        """Return the headers of all instances. Raises BackendError if one is late; a later call may succeed."""
 
     def peek(self) -> list[bytes] | None:
         """Return the headers of all instances if all have arrived, otherwise None. Never waits, never raises."""
@@ -159,19 +161,19 @@ class Backend(Protocol):
         """The collectives among the instances of this host, if the job runs on several hosts; otherwise None."""
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
-        """Return the channel, a thread for collectives on ``devices``, or None. All instances must call this."""
+        """Return the channel, a thread that runs collectives on ``devices``, or None. All instances call this."""
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
-        """Start sending ``header``, which is equally long on all instances, to every instance. Does not wait."""
+        """Start to send ``header``, a message of equal length on all instances, to all. Does not wait."""
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
-        """Combine the flat ``tensor`` of all instances in place; length, dtype and device type must be equal."""
+        """Combine the flat tensors of all instances by ``op`` in place; length, dtype, device type are equal."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """Return the ``tensor`` of every instance, stacked; shape, dtype and type of device must be equal."""
 
     def all_to_all(self, tensor: "Tensor") -> "Tensor":
-        """Send row *j* to the *j*-th instance; return a tensor whose row *i* the *i*-th instance has sent."""
+        """Send ``tensor[j]`` to the *j*-th instance; return a tensor whose row *i* is from the *i*-th instance."""
 
     def broadcast(self, tensor: "Tensor", root: int) -> None:
         """Overwrite ``tensor`` on every instance with the ``tensor`` of instance ``root``."""
@@ -180,7 +182,7 @@ class Backend(Protocol):
         """Return a backend for only ``instances``, which include this instance, over the same connections."""
 
     def stop_threads(self) -> None:
-        """End this instance's threads before the process ends; other instances see nothing. No call may follow."""
+        """End this instance's threads before the process ends; the others do not notice. No call may follow."""
 
     def close(self) -> None:
         """Close the connections of this instance; the other instances detect that this instance has left."""
@@ -198,7 +200,7 @@ replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
 
 
 def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
-    """Return ``group``; raise CollectiveError instead while this instance computes one of its several replicas."""
+    """Return ``group``. Raises CollectiveError in a micro batch of a replica if the instance has several ones."""
     if replicas_in_turn:
         raise CollectiveError(
             f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "
@@ -213,7 +215,7 @@ FIRST_ERROR_SECONDS: Final = 1.0
 
 
 def wait_for_first_error() -> None:
-    """Wait a second before raising an error that another instance caused: launchers report the first error."""
+    """Wait 1 s before raising an error that another instance caused, so that launchers report its error first."""
     time.sleep(FIRST_ERROR_SECONDS)
 
 
@@ -226,7 +228,7 @@ class PreemptionNotice:
 
 
 class Exchange:
-    """An exchange of headers before one collective: each instance sends numbers; :meth:`Group.start` makes it."""
+    """An exchange of headers, short messages with numbers, between a group's instances before a collective."""
 
     __slots__ = ("_group", "_numbers", "_pending", "_text", "send_later")
 
@@ -245,7 +247,7 @@ class Exchange:
             send(numbers)
 
     def peek(self) -> list[list[int]] | None:
-        """Return all instances' numbers if all headers are here, else None; an empty list if the texts differ."""
+        """Return the numbers in all instances' headers; None if a header is missing; [] if the texts differ."""
         if self._numbers is not None:
             return self._numbers
         received = self._pending.peek()
@@ -254,7 +256,7 @@ class Exchange:
         return unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
-        """Wait for all headers; return the numbers of every instance, in instance order. May be called again."""
+        """Wait for all instances' headers; return the numbers in each, in instance order. May be repeated."""
         if self._numbers is None:
             progress_page.wait(self._text, self._group.job_numbers)
             try:
@@ -273,7 +275,7 @@ class Exchange:
 
 
 class Group:
-    """The instances that now take part in this process's collectives, and the checks before each collective."""
+    """A set of instances that make collectives together, and check before each that all make the same one."""
 
     def __init__(
         self,
@@ -296,7 +298,7 @@ class Group:
         self._ends: list[str] = [] if whole is None else whole._ends  # noqa: SLF001 - its reason for leaving the job
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
-        """Start sending a header with ``text``, equal on all members, to all members; return the exchange."""
+        """Start to send all members a header, a message with the collective's ``text``; return the exchange."""
         if self._ends:
             raise CollectiveError(f"{text}: {self._ends[0]}")
         for exchange in tuple(self._unfinished):
@@ -389,7 +391,7 @@ class Group:
             notice.is_known = True
 
     def remove_unfinished(self, exchange: Exchange) -> None:
-        """Remove ``exchange``, which has ended, from the exchanges that the next collective finishes first."""
+        """Remove ``exchange``, which has ended, from the exchanges that must end before the next collective."""
         if exchange in self._unfinished:
             self._unfinished.remove(exchange)
 

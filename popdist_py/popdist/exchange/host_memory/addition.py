@@ -51,7 +51,7 @@ LINE_BYTES: Final = 64
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """Return the additions that sum ``nodes`` in tree order, as pairs: row ``right`` is added to row ``left``."""
+    """Return the additions that sum ``nodes`` of the tree of sums, as pairs (left, right) of their indices."""
     pairs: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
@@ -69,7 +69,7 @@ def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
-    """Return the range of elements that ``rank`` of ``size`` adds; the last range may be short or empty."""
+    """Return the range of elements that ``rank``, one of ``size`` ranks, adds for all; it may be empty."""
     unit = max(1, LINE_BYTES // element_bytes)
     width = -(-num_elements // (size * unit)) * unit
     return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
@@ -157,7 +157,7 @@ _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in OPS}
 
 
 class Reduction:
-    """A prepared reduction that combines rows of shared memory in the rows' own memory, as often as called."""
+    """A reduction of shared memory of several ranks, in place, that is prepared once and run repeatedly."""
 
     def __init__(
         self,
@@ -186,7 +186,9 @@ class Reduction:
         )
 
     def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
-        """Combine the rows of all ranks; divide a sum of floats by ``over``, equal on all ranks. All call this."""
+        """Combine the rows of all ranks, and divide a sum of floats by ``over``. All ranks must call this method,
+        with the same ``over``.
+        """
         self._barriers.wait(self._purpose, timeout_seconds)
         self._combine_share(over if self._divisor is None else self._divisor)
         self._barriers.wait(self._purpose, timeout_seconds)
@@ -200,7 +202,7 @@ class Reduction:
 def _can_add_in_one_pass(
     rows: Sequence[Tensor], op: Op, outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]
 ) -> bool:
-    """Return whether the C extension can add ``rows`` in one pass: two or four rows of float32 or float64, added
+    """Whether the C extension can add ``rows`` in one pass: two or four rows of float32 or float64, added
     in the order of :func:`additions`, if the results replace the rows.
     """
     is_sum = op in ("sum", "mean") and rows[0].dtype in (torch.float32, torch.float64)
@@ -212,7 +214,7 @@ def _can_add_in_one_pass(
 
 
 def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
-    """Return C's ``f(divisor)``, which sums into all ``rows`` and divides; the rows must outlive the function."""
+    """Return C's ``f(divisor)``, which replaces all ``rows`` by their sum / divisor; the rows must outlive it."""
     dtype = rows[0].dtype
     starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
     c_extension: Any = extension.find()
@@ -220,7 +222,7 @@ def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], N
 
 
 class _BlockByBlock:
-    """A function that combines this rank's share of the rows' elements with torch, block by block."""
+    """A function that combines this rank's part of the elements of all rows with torch, block by block."""
 
     def __init__(
         self,
@@ -242,7 +244,7 @@ class _BlockByBlock:
         self._wide = [torch.empty(longest, dtype=torch.float32, device="cpu") for _ in rows] if is_half else None
 
     def __call__(self, divisor: float) -> None:
-        """Combine all blocks of this rank's share, and divide each result by ``divisor``."""
+        """Combine this rank's part of the elements, and divide each result by ``divisor``."""
         for rows, outputs in self._blocks:
             total = combine_in_place(self._combine, self._widened(rows), self._order)
             if divisor != 1:

@@ -100,7 +100,7 @@ class Barriers:
         forks.call_in_children(self._refuse_all)
 
     def wait(self, purpose: int, timeout_seconds: float | None = None) -> None:
-        """Wait until every rank is at this barrier with the same ``purpose``, a number below 2**63.
+        """Wait until all ranks are at this barrier; ``purpose``, a number below 2**63, must be equal on all.
 
         Raises BackendError if a rank was lost or late; the group then ends. Raises CollectiveError if the purposes
         of ranks differ; the group can still be used.
@@ -137,7 +137,7 @@ class Barriers:
         )
 
     def exchange(self, number: int, purpose: int) -> list[int]:
-        """Post ``number``, below 2**64, at the next barrier; wait; return the numbers that all ranks posted."""
+        """Show ``number``, below 2**64, to all ranks at the next barrier; return the numbers of all, by rank."""
         place = NUMBERS + self.next_parity()
         self._mine[place] = number
         self.wait(purpose)
@@ -152,7 +152,7 @@ class Barriers:
         return self._names.of(ranks)
 
     def fail(self, reason: str) -> None:
-        """Fail all later barriers of this rank for ``reason``, so that no other rank waits for this rank."""
+        """Make all later barriers of this rank raise an error with ``reason``; other ranks stop waiting for it."""
         if self.failure is None:
             self.failure = reason
             self._mine[STATE] = GAVE_UP
@@ -165,7 +165,7 @@ class Barriers:
         self._watch.close()
 
     def abort(self) -> None:
-        """Fail this rank's barriers, also for a thread that waits now; other ranks stop waiting for this rank."""
+        """Make this rank's barriers raise an error, also in a thread that waits now; other ranks stop waiting."""
         self.fail(f"this {self._names.noun} ends")
 
     def _refuse_all(self) -> None:
@@ -200,7 +200,7 @@ class Barriers:
         self._check_awaited(lambda: list(ranks))
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
-        """Wait until the counter in ``words`` is at ``number``. Raises BackendError if a rank was lost or late."""
+        """Wait until the counter of the rank with the page ``words`` is at ``number``, or raise BackendError."""
         for _ in self._reads:
             if words[COUNTER] >= number:
                 return
@@ -394,7 +394,7 @@ def wait_until(
 
 
 def is_crowded(pids: Collection[int]) -> bool:
-    """Return whether there are more processes in ``pids`` than cores on which these processes may run."""
+    """Whether there are more processes in ``pids`` than cores on which these processes may run."""
     cores: set[int] = set()
     for pid in pids:
         with suppress(OSError):  # a process that the kernel does not let us ask about counts as without cores

@@ -38,7 +38,9 @@ def call_at_exit(handler: Callable[[], None]) -> None:
 
 
 def mark_process(name: str) -> int | None:
-    """Mark this process with ``name`` until the returned descriptor is closed; return None if impossible."""
+    """Mark this process with ``name``, so that its descendants find it, until the returned descriptor is closed.
+    Return None if that is impossible.
+    """
     try:
         return os.memfd_create(_file_of(name), os.MFD_CLOEXEC)
     except OSError:

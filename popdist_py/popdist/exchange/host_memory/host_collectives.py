@@ -48,7 +48,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Slots:
-    """The slots of a group: two shared buffers for each rank, which all ranks enlarge at the same time."""
+    """The slots of a group: two buffers in shared memory for each rank, which all ranks enlarge together."""
 
     def __init__(self, group: HostGroup) -> None:
         self.num_bytes = FIRST_BYTES
@@ -57,7 +57,7 @@ class Slots:
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def fit(self, num_bytes: int) -> None:
-        """Enlarge the slots if ``num_bytes`` do not fit. Raises BackendError on all ranks if one lacks memory."""
+        """Enlarge all ranks' buffers if ``num_bytes`` do not fit. Raises BackendError if a rank lacks memory."""
         if num_bytes > self.num_bytes < LARGEST_BYTES:
             block = self._group.allocate(2 * LARGEST_BYTES)
             self._block.release()
@@ -65,7 +65,7 @@ class Slots:
             self._views.clear()
 
     def fit_parts(self, num_bytes: int) -> int:
-        """Enlarge the slots to hold ``num_bytes`` for each other rank; return each rank's bytes in a slot."""
+        """Enlarge each rank's buffer to ``num_bytes`` for each other rank; return the bytes that one may use."""
         num_others = self._group.size - 1
         self.fit(num_bytes * num_others)
         return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES
@@ -76,7 +76,7 @@ class Slots:
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
     def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return each rank's slot (buffer) for even (0) or odd (1) barriers, as tensors of ``dtype``, by rank."""
+        """Return each rank's buffer for even (0) or odd (1) barriers, as flat tensors of ``dtype``, by rank."""
         key = (parity, dtype)
         if key not in self._views:
             start = parity * self.num_bytes
@@ -85,7 +85,7 @@ class Slots:
         return self._views[key]
 
     def next(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return each rank's slot for the next barrier, in rank order, as flat tensors of ``dtype``."""
+        """Return each rank's buffer in shared memory for the next barrier, as flat tensors of ``dtype``."""
         return self.of_parity(self._group.barriers.next_parity(), dtype)
 
 
@@ -100,7 +100,7 @@ class _PreparedSum(NamedTuple):
 
 
 class AllReduce:
-    """The all-reduce of a host's ranks, at least two, through slots (shared buffers) or in place."""
+    """The all-reduce of a host's ranks, at least two, through buffers in shared memory or in place."""
 
     def __init__(self, group: HostGroup, slots: Slots, in_place: InPlace) -> None:
         self._barriers = group.barriers
@@ -137,7 +137,7 @@ class AllReduce:
 
     @torch.inference_mode(mode=False)  # collectives outside of this mode use the prepared views, too
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
-        """Prepare the all-reduce of ``tensor`` with one barrier; return None if more barriers are needed."""
+        """Prepare an all-reduce of ``tensor`` that needs one barrier; return None if it needs several barriers."""
         num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape
         combine = Combiner(op, dtype, self._size)
         self._slots.fit(num_bytes)
@@ -171,7 +171,7 @@ class AllReduce:
             tensor.copy_(flat.view(tensor.shape))
 
     def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Combine ``piece`` over all ranks; every rank adds all elements, after one barrier."""
+        """Combine a piece of all ranks' tensors: after one barrier every rank adds all elements of the piece."""
         length = len(piece)
         rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
         rows[self._rank].copy_(piece)
@@ -180,7 +180,7 @@ class AllReduce:
         combine(rows, piece, [held[:length] for held in memory])
 
     def _reduce_shares(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Combine ``piece`` over all ranks; each rank adds a share of the elements, and copies the others."""
+        """Combine a piece of all ranks' tensors: each rank adds some elements, and copies the others' sums."""
         barriers, rank, slots = self._barriers, self._rank, self._slots
         shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
         own_share = shares[rank]

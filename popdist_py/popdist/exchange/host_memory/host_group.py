@@ -112,18 +112,14 @@ class HostGroup:
         return self._segment.num_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Reserve ``num_bytes`` of this rank's shared memory, as long as a view of this memory exists. The method
-        does not wait for other ranks.
-        """
+        """Reserve ``num_bytes`` of this rank's shared memory until no view of it exists. Waits for no rank."""
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
 
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
-        """Make a group of only ``ranks``, each of which has reserved a page of its memory. The method does not
-        wait for other ranks.
-        """
+        """Make a group of only ``ranks``, on the page of memory that each has reserved. Waits for no rank."""
         places = zip(ranks, offsets, strict=True)
         pages = [
             page.row if other == self.rank else self.map(other, offset, PAGE_BYTES) for other, offset in places
@@ -134,7 +130,7 @@ class HostGroup:
         return HostGroup(self._segment, found, barriers, barriers.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
-        """Allocate ``num_bytes`` of zeros (a row) for each rank, and map the rows of all ranks into all ranks.
+        """Allocate ``num_bytes`` of zeros (a row) for each rank, and map each rank's row into all processes.
 
         If ``reserved`` is given, it is this rank's row. If a rank has no room for its row, every rank raises
         BackendError, and the group can still be used.
@@ -162,16 +158,12 @@ class HostGroup:
         return SharedBlock(self._segment, offset, rows, self.rank)
 
     def map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
-        """Map the shared memory of ``rank`` at ``offset``, and return the memory as flat bytes. The method does
-        not wait for other ranks.
-        """
+        """Map the shared memory of ``rank`` at ``offset``, and return it as flat bytes. Waits for no rank."""
         descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
     def open_file(self, rank: int, descriptor: int) -> int:
-        """Return a descriptor in this process for a rank's memory file. Raises OSError. The method does not wait
-        for other ranks.
-        """
+        """Open the memory file that ``rank`` has open as ``descriptor``; return the new one. Raises OSError."""
         return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
@@ -182,11 +174,10 @@ class HostGroup:
         outputs: Sequence[Tensor] | None = None,
         pairs: Sequence[tuple[int, int]] | None = None,
     ) -> Reduction:
-        """Prepare a reduction of rows of shared memory, in which each rank combines a share of the elements. The
-        method itself does not wait for other ranks.
+        """Prepare a collective that combines ``rows``, each rank's shared memory, into ``outputs`` by ``op``.
 
         Each ``run()`` of the reduction is a collective: afterwards the result is in every output, and the contents
-        of ``rows`` are lost.
+        of ``rows`` are lost. This method itself does not wait for other ranks.
         """
         return Reduction(self.barriers, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
 
@@ -230,7 +221,7 @@ class ShortMessages:
         self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
     def send(self, ranks: Collection[int], message: bytes) -> list[int]:
-        """Send ``message`` to each rank in ``ranks``; return, by rank, the number to receive the answer with."""
+        """Send ``message`` to each of ``ranks``; return for each rank the number that its answer will have."""
         barriers = self._barriers
         barriers.raise_failure()
         for rank in ranks:
@@ -251,7 +242,7 @@ class ShortMessages:
         return numbers
 
     def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
-        """Return message ``number`` of ``rank``, or None if late. Raises BackendError if ``rank`` was lost."""
+        """Return message ``number`` of ``rank``; None if it is late. Raises BackendError if ``rank`` was lost."""
         return self._kept[rank].pop(number) if self._read_until(rank, number, timeout_seconds) else None
 
     def _read_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
@@ -275,7 +266,7 @@ class ShortMessages:
 
 
 def _halves(box: memoryview) -> tuple[memoryview, memoryview]:
-    """Return the two halves of ``box`` after its counter; messages use the two halves in turns."""
+    """Return both halves of ``box``, memory for messages, after its counter; messages use the halves in turns."""
     middle = (_COUNTER_BYTES + len(box)) // 2
     return box[_COUNTER_BYTES:middle], box[middle:]
 

@@ -56,7 +56,7 @@ Places = tuple[int, ...]
 
 
 class InPlace:
-    """The shared tensors of the ranks of a group; all ranks must make the same calls in the same order."""
+    """The tensors in shared memory that a group's ranks combine in place; all ranks make the same calls."""
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
@@ -75,7 +75,7 @@ class InPlace:
         """For each kind of collective, how many consecutive calls were not in place; equal on all ranks."""
 
     def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
-        """Exchange the places of all ranks' tensors in shared memory at a barrier; return the places, or None.
+        """Exchange at a barrier where the tensor of each rank is in shared memory; return these places, or None.
 
         None if a rank's tensor is not in shared memory. After many such calls of one kind only some calls ask.
         """
@@ -100,7 +100,7 @@ class InPlace:
         )
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the shared memory of each rank at ``places``, as flat tensors of ``num_bytes`` and ``dtype``."""
+        """Return all ranks' tensors at ``places`` in shared memory, as flat tensors of ``num_bytes`` bytes."""
         memories = []
         for rank, place in enumerate(places):
             start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
@@ -108,7 +108,7 @@ class InPlace:
         return memories
 
     def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
-        """Return the reduction by ``op`` of all ranks' tensors at ``places``, which are like ``tensor``."""
+        """Return the reduction by ``op`` of all ranks' tensors, which are in shared memory at ``places``."""
         key = (places, op, tensor.dtype, tensor.numel())
         if key not in self._prepared:
             if len(self._prepared) >= _MOST_PREPARED:
@@ -118,7 +118,7 @@ class InPlace:
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """Return the place of ``tensor`` in shared memory, as a number for other ranks; 0 if it has none."""
+        """Return where ``tensor`` is in shared memory, as one number for other ranks; 0 if it is not there."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()
@@ -143,14 +143,14 @@ class InPlace:
         return self._can_map and self._num_shared[self._group.rank] < _MOST_NUMBERS - 1
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
-        """Return whether ``storage`` is resizable memory of torch, and was used before with the same length."""
+        """Whether torch can move ``storage`` to other memory, and it was used before with the same length."""
         if not torch_private.can_swap_memory or not storage.resizable() or not self._may_share():
             return False  # numpy and other users of the address have made the storage not resizable
         length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()
         return length_before == storage.nbytes()
 
     def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
-        """Map newly posted storages on all ranks; return whether every rank could map all of them."""
+        """Map on all ranks the storages that ranks use for the first time; return False if a rank could not."""
         self._unmap_gone()
         rank = self._group.rank
         new = [other for other, place in enumerate(posted) if place & _NEW]
@@ -176,7 +176,7 @@ class InPlace:
         return True
 
     def _file_of(self, tensor: Tensor) -> SharedStorage | None:
-        """Return the file with the tensor's storage, moved there if necessary; None if there is no room."""
+        """Return the memory file of the tensor's storage, after moving it there if needed; None without room."""
         storage = tensor.untyped_storage()
         if shared_storages.find(storage) is None:
             self._seen.pop(storage, None)

@@ -71,7 +71,7 @@ class Messages:
         self._posted: list[Receipt] = []
 
     def send(self, data: Tensor, rank: int, tag: int) -> "Sent":
-        """Send the flat bytes ``data``, which may change afterwards. Raises BackendError if ``rank`` has gone."""
+        """Send a copy of the flat bytes ``data`` to ``rank``. Raises BackendError if ``rank`` has gone."""
         barriers, length = self.barriers, len(data)
         with self._sending:
             barriers.check([rank])
@@ -95,7 +95,7 @@ class Messages:
     def receive(
         self, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None] = lambda: None
     ) -> "Receipt":
-        """Receive the next message from ``sources`` into the flat bytes ``into``; ``finish()`` is called then."""
+        """Request the next message of one of ``sources`` into ``into``; call ``finish()`` when it is there."""
         self.barriers.raise_failure()
         receipt = Receipt(self, into, sources, tag, finish)
         with self._receiving:
@@ -111,7 +111,7 @@ class Messages:
             return sum(buffer.words[_LENGTH] for buffer in buffers)
 
     def has_news(self, sources: Sequence[int]) -> bool:
-        """Return whether a message from one of ``sources`` has come since the last :meth:`advance`."""
+        """Whether a message from one of ``sources`` has come since the last call of :meth:`advance`."""
         return any(self._incoming[source][0] != self._seen[source] for source in sources)
 
     def advance(self) -> None:
@@ -131,7 +131,9 @@ class Messages:
     def wait(
         self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float | None = None
     ) -> bool:
-        """Wait until ``is_done()``; return False after ``timeout_seconds``; if None, late ranks end the group."""
+        """Wait until ``is_done()``; return False after ``timeout_seconds``. If ``timeout_seconds`` is None, wait
+        for the group's timeout; the group ends if a rank is later.
+        """
         barriers = self.barriers
         seconds = barriers.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
@@ -201,7 +203,7 @@ def _has_more(words: memoryview, num_copied: int) -> bool:
 
 
 class Sent:
-    """A message that this rank has sent; the tensor that was sent may change."""
+    """A message that this rank has sent, and whose data was copied, so that the sent tensor may change."""
 
     source = -1
     error = None
@@ -211,18 +213,18 @@ class Sent:
         self._buffer, self._number = buffer, buffer.num_sent
 
     def is_done(self) -> bool:
-        """Return whether the message was received, or so few bytes wait that the sender may continue."""
+        """Whether the message was received, or the unread messages are so short that the sender may go on."""
         buffer = self._buffer
         is_received = buffer.num_sent != self._number or buffer.words[_IS_RECEIVED]
         return bool(is_received) or self._messages.num_waiting_bytes(buffer.receiver) <= MOST_AHEAD_BYTES
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until :meth:`is_done`; return True, or False after ``timeout_seconds``."""
+        """Wait until the message was received or the sender may go on; return False after ``timeout_seconds``."""
         return self.is_done() or self._messages.wait([self._buffer.receiver], self.is_done, timeout_seconds)
 
 
 class Receipt:
-    """A message that this rank will receive; ``source`` is the rank that has sent the message."""
+    """A request to receive one message; ``source`` is the rank that has sent the message, -1 before."""
 
     def __init__(
         self, messages: Messages, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None]
@@ -237,7 +239,7 @@ class Receipt:
         self._has_ended = False
 
     def end(self, copy: Callable[[], None]) -> None:
-        """End the receipt: copy the message, call ``finish()``, and keep the error if copying fails."""
+        """Copy the received message by ``copy()``, call ``finish()``, and keep an error for the waiting thread."""
         try:
             copy()
             self._finish()
@@ -246,7 +248,7 @@ class Receipt:
         self._has_ended = True
 
     def is_done(self) -> bool:
-        """Return whether the message was received, or receiving the message has failed."""
+        """Whether the message was received, or receiving the message has failed."""
         if not self._has_ended:
             self._messages.advance()
         return self._has_ended

@@ -43,7 +43,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
-    """Map the bytes ``[offset, offset + num_bytes)`` of a segment; both numbers must be multiples of a page."""
+    """Map the bytes ``[offset, offset + num_bytes)`` of a memory file; both numbers are multiples of a page."""
     return mmap.mmap(descriptor, num_bytes, offset=offset)
 
 
@@ -109,7 +109,7 @@ class Segment:
 
 
 class SharedBlock:
-    """Shared memory with a row for each rank, mapped while a view exists; :meth:`HostGroup.allocate` makes it."""
+    """A piece of shared memory (a row) for each rank, mapped in all ranks; :meth:`HostGroup.allocate` makes it."""
 
     def __init__(self, segment: Segment, offset: int, rows: Sequence[Tensor], rank: int) -> None:
         self.rows = tuple(rows)
@@ -278,7 +278,7 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def _checked(descriptor: int, pid: int, token: str) -> PeerSegment | None:
-    """Return the segment of ``descriptor``; None if another user owns the file or the file lacks ``token``."""
+    """Return the memory file ``descriptor``; None if another user owns the file or the file lacks ``token``."""
     try:  # the token came through torch's store, into which every user of the machine can write
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError

@@ -58,7 +58,8 @@ class MappedFile:
 
 @torch.inference_mode(mode=False)  # a collective within inference mode maps memory for later collectives
 def _map(descriptor: int, num_bytes: int) -> Tensor:
-    """Map a file, and return flat bytes. Python's own mmap would use one more descriptor for each file."""
+    """Map the whole file ``descriptor`` into memory, and return the memory as a flat tensor of bytes."""
+    # Python's own mmap would use one more descriptor for each file
     address = _libc.mmap(None, num_bytes, _READ_AND_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -69,7 +70,7 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorage:
-    """The record of a storage in a memory file; torch owns the descriptor while the storage exists."""
+    """A tensor's storage in a memory file: address, size and file; torch owns the descriptor while it exists."""
 
     storage: StorageWeakRef
     address: int
@@ -132,7 +133,7 @@ def find(storage: UntypedStorage) -> SharedStorage | None:
 
 
 def release_gone() -> None:
-    """Release the files of freed storages: mark the files, so that all ranks unmap the files."""
+    """Mark the memory files of freed storages, so that all processes of the host unmap these files."""
     for shared in list(_shared.values()):
         if shared.is_gone:
             _shared.pop(shared.address).file.name_storage(0)

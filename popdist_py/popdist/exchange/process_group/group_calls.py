@@ -59,7 +59,7 @@ class GroupCalls:
         return self.allreduce_coalesced(tensors, opts, may_move)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
-        """Combine each tensor over all ranks in place; ``may_move(tensor)`` says whether memory may be moved."""
+        """Combine each tensor over all ranks in place; ``may_move`` says if a tensor may move to shared memory."""
         if op := op_of(opts.reduceOp, tensors):
             check_written("allreduce", tensors)
             return self._do(_all_reduce, opts, list(tensors), bare(tensors), op, may_move)
@@ -157,7 +157,7 @@ class GroupCalls:
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Options
     ) -> Work:
-        """Send each rank a part of ``tensor``, cut along dim 0, and receive parts; empty lengths: equal parts."""
+        """Send ``sent[i]`` rows of ``tensor`` to each rank *i*, receive ``received[i]``; [] means equal parts."""
         check_splits(output, tensor, (received, sent), self._host.size)
         check_written("alltoall", [output])
         return self._do(_all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
@@ -237,7 +237,7 @@ def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs:
 def _all_to_all_single(
     host: Collectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
-    """Send each rank a part of ``tensor``, cut along dim 0, and receive parts; empty lengths mean equal parts."""
+    """Send ``sent[i]`` rows of ``tensor`` to each rank *i*, receive ``received[i]`` rows; [] means equal parts."""
     place = place_of(output)
     flat = _apart(flat_values(tensor), [place])
     host.all_to_all(_cut(place, output, received, host), _cut(flat, tensor, sent, host))
@@ -285,7 +285,7 @@ def _run(tensor: Tensor) -> Tensor:
 
 
 def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy the results in ``places`` into the tensors for which :func:`place_of` made other memory."""
+    """Copy results from ``places`` into those of ``tensors`` for which :func:`place_of` made other memory."""
     for tensor, place in zip(tensors, places, strict=True):
         if not _is_run(tensor):
             tensor.copy_(place.view(tensor.shape))
@@ -351,7 +351,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:
-    """Return popdist's name of the operation ``reduce_op``; None if popdist cannot combine ``tensors`` so."""
+    """Return popdist's name of torch's ``reduce_op``; None if popdist cannot combine ``tensors`` in this way."""
     for tensor in tensors:
         if tensor.dtype not in KINDS:
             return None

@@ -45,11 +45,11 @@ class MessageWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the message was sent or received, or has failed."""
+        """Whether the message was sent or received, or has failed."""
         return outside_inference(self._message.is_done)
 
     def is_success(self) -> bool:
-        """Return whether the message was sent or received without an error."""
+        """Whether the message was sent or received without an error."""
         return self.is_completed() and self._message.error is None
 
     def exception(self) -> BaseException | None:
@@ -63,7 +63,7 @@ class MessageWork(dist.Work):
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Wait for the message; return a finished work of torch, boxed as the result of an operator's kernel."""
+        """Wait for the message; return a finished ``Work`` of torch as a ScriptObject, as kernels must."""
         self.wait()
         return torch_private_groups.done_work([]).boxed()
 
@@ -123,6 +123,6 @@ def _send(messages: Messages, tensor: Tensor, rank: int, tag: int) -> Sent:
 
 
 def _receive(messages: Messages, tensor: Tensor, ranks: Sequence[int], tag: int) -> Receipt:
-    """Receive a message from one of ``ranks`` into ``tensor``, through shared memory; return the receipt."""
+    """Receive a message from one of ``ranks`` into ``tensor`` through shared memory; return what to wait for."""
     place = place_of(tensor)
     return messages.receive(as_bytes(place), ranks, tag, lambda: give_back([tensor], [place]))

@@ -68,11 +68,11 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not desc
         self.pool: StoragePool | None = None  # memory for tensors that torch asks for
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether ``allocate_tensor`` makes tensors on ``device`` that collectives need not copy."""
+        """Whether ``allocate_tensor`` makes tensors on ``device`` that collectives need not copy."""
         return self.pool is not None and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized flat tensor of ``size`` elements, if possible in memory for all ranks to map."""
+        """Return an uninitialized flat tensor of ``size`` elements, if possible in memory that ranks share."""
         empty = torch.empty(0, dtype=dtype, device=device)
         if self.pool is None or not self.supports_tensor_alloc(device) or not size:
             return empty.new_empty(size)
@@ -90,7 +90,7 @@ def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> A
 
 
 def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
-    """Make a method that calls torch's method of the same name, but returns the work of popdist's kernel."""
+    """Make a method that calls torch's method of the same name, but returns the ``Work`` of popdist's kernel."""
     torchs_own = getattr(_ProcessGroup, torchs_name or name)
 
     def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:
@@ -102,7 +102,7 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
 
 
 def _kept(work: Work, method_frame: FrameType | None) -> Work:
-    """Return ``work``; if the method's caller would not keep ``work``, wait, and return a finished work."""
+    """Return ``work``; first wait, and return a finished work, if the caller in C++ would not keep ``work``."""
     if not isinstance(work, DoneWork | PendingWork) or torch_private_groups.keeps_works(method_frame):
         return work
     work.wait()
@@ -191,7 +191,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         return work if call.work is None else _kept(call.work, currentframe())
 
     def _may_move(self, method_frame: FrameType | None) -> MayMove | None:
-        """Return the function that says whether a call may move a tensor's memory; None if the call never may."""
+        """Return a function that says if a tensor may move to shared memory now; None if it never may."""
         if self._share_tensors is False:
             return None
         if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: only it knows the addresses
@@ -264,7 +264,7 @@ for _name, _own in list(vars(PopdistProcessGroup).items()):
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is flat, as DDP's buckets are; a gradient that a C++ hook sends mostly is not."""
+    """Whether ``tensor`` is flat, as DDP's buckets are; a gradient that a C++ hook sends mostly is not."""
     return tensor.dim() == 1
 
 

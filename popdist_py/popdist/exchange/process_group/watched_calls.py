@@ -14,7 +14,7 @@ from popdist.ground.progress import progress_page
 
 
 def do_watched(text: str, members: Sequence[int], do: Callable[..., None], *arguments: object) -> None:
-    """Run the collective ``do`` while poprun's page of memory names ``text``, so that missing ranks are seen."""
+    """Run the collective ``do``, and meanwhile show ``text`` to poprun, so that poprun can name missing ranks."""
     progress_page.wait(text, members)
     try:
         do(*arguments)

@@ -50,7 +50,7 @@ class _Work(dist.Work):
         return list(self._outcome() if callable(self._outcome) else self._outcome)
 
     def boxed(self) -> Any:
-        """Return a finished work of torch's own class, boxed as the result of an operator's kernel."""
+        """Return a finished ``Work`` of torch's own class as a ScriptObject, as an operator's kernel must."""
         return torch_private_groups.done_work(self.result()).boxed()
 
 
@@ -164,7 +164,7 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Run the collective ``do(*arguments)`` in its turn, or later if ``is_async``; return its work."""
+        """Run the collective ``do(*arguments)`` after earlier ones, or later if ``is_async``; return its work."""
         if not is_async and not self._pending:
             with self._turn:
                 outside_inference(do, *arguments)
@@ -189,7 +189,7 @@ class WorkQueue:
         return not self._pending
 
     def advance(self, is_done: Callable[[], bool]) -> None:
-        """Run queued collectives in this thread until ``is_done()``; return if another thread runs the queue."""
+        """Run queued collectives in this thread until ``is_done()``; stop if another thread runs the queue."""
         while self._tasks and not is_done() and self._turn.acquire(blocking=False):
             try:
                 self._do_next()
@@ -222,7 +222,7 @@ class WorkQueue:
                     self._do_next()
 
     def _next_event(self) -> _Event:
-        """Wait for a collective that no other thread will run, or for the end; return the event."""
+        """Wait until the group's thread must run a collective for which nobody waits, or end; return which."""
         event = self._events.get()
         while event == "issued" and len(self._tasks) <= 1:
             try:
@@ -260,7 +260,7 @@ _queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
 
 
 def are_all_idle() -> bool:
-    """Return whether all collectives of all popdist groups in this process are finished."""
+    """Whether all collectives of all popdist groups in this process are finished."""
     return all(queue.is_idle for queue in list(_queues))
 
 

@@ -60,7 +60,7 @@ FollowUp = Callable[[], None]
 
 
 class ChannelWork(NamedTuple):
-    """A function for the channel's thread, on tensors of one device; accelerators wait for ``is_ready`` first."""
+    """Work for a channel's thread: a function, the tensors it uses, and the event after which these are ready."""
 
     do: Callable[[], FollowUp | None]
     tensors: Sequence[Tensor]
@@ -104,17 +104,16 @@ class Channel:
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the accelerator tensors that all instances pass, stacked in the instances' order. Only a function
-        that a caller has passed to :meth:`issue`, which runs in the channel's thread, may call this method.
+        """Return the accelerator tensors of all instances, stacked in instance order. Only a function that a
+        caller has passed to :meth:`issue` may call this method.
         """
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
         gather_into(self._process_group, as_bytes(gathered), as_bytes(tensor))
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send row *j* to instance *j*; return the received rows, row *i* from instance *i*.
-
-        Only issued functions may call this method.
+        """Send ``tensor[j]`` to each instance *j*; return a tensor whose row *i* is from instance *i*. Only a
+        function that a caller has passed to :meth:`issue` may call this method.
         """
         received = torch.empty_like(tensor)
         self._process_group.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
@@ -122,7 +121,7 @@ class Channel:
 
     @contextmanager
     def posting(self) -> Iterator[None]:
-        """A context for starting messages, which raises nothing: if a connection fails, issued work fails."""
+        """A context in which messages start; a lost connection raises no error here, but in later waits."""
         try:
             yield
         except RuntimeError as error:
@@ -154,8 +153,8 @@ class Channel:
             self._thread.start()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until the functions that callers have passed to :meth:`issue` are done: all, or the first
-        ``number`` functions. Raises BackendError if a function has failed.
+        """Wait until all functions that callers have passed to :meth:`issue` are done, or the first ``number``
+        functions. Raises BackendError if a function has failed.
         """
         with as_backend_error("the gradients of the other instances did not come"):
             number = self.num_issued if number is None else number

@@ -138,7 +138,7 @@ class Connections:
             return direct
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """Return the channel for tensors on ``devices``; None for several device types, or one host's CPUs."""
+        """Return the channel, a thread for collectives on ``devices``; None for mixed types or one host's CPUs."""
         types = {device.type for device in devices}
         if len(types) > 1:
             return None
@@ -176,7 +176,7 @@ class Connections:
         return [instance for instance in instances if instance != self.instance_index]
 
     def is_lost(self, peer: int) -> bool:
-        """Return whether the connection to the instance ``peer`` is known to be closed."""
+        """Whether the connection to the instance ``peer`` is known to be closed."""
         try:
             self.control.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG)
         except RuntimeError:

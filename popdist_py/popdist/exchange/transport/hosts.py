@@ -120,9 +120,7 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """Return the boot id and the network namespace of this process as a text, which is equal for processes that
-    can share memory; return an empty text if the text cannot be read from ``/proc``.
-    """
+    """Return a text that is equal for all processes that can share memory; empty if ``/proc`` does not say."""
     try:  # processes of other networks, such as of another pod, cannot send descriptors
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:
@@ -192,7 +190,7 @@ def num_in_a_row(machines: list[str]) -> int:
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """Return the number of ranks of each machine; 1 if a machine's ranks are not one node of the tree of sums."""
+    """Return the number of ranks of each machine; 1 if machines differ, or several have no power of two."""
     num_local = num_in_a_row(machines)
     is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
     return num_local if is_node else 1

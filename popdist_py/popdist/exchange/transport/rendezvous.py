@@ -40,7 +40,7 @@ _CURE: Final = "set MASTER_ADDR and MASTER_PORT before srun to an address of the
 
 
 def is_one_host(contract: Contract) -> bool:
-    """Return whether all instances of the job run on this host."""
+    """Whether all instances of the job run on this host."""
     return contract.num_local_instances == contract.num_instances
 
 

@@ -228,7 +228,7 @@ def _collectives_of(part: HostGroup) -> HostCollectives | None:
 
 
 class TorchBackend:
-    """The backend of two or more instances of a job, over the connections of the job."""
+    """The collectives of two or more instances of a job, over the job's connections (gloo, NCCL or memory)."""
 
     def __init__(
         self,
@@ -265,9 +265,7 @@ class TorchBackend:
         return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_kinds else None
 
     def _collectives(self) -> HostCollectives | SeveralHosts:
-        """Return the object that runs collectives on CPU tensors. If the group is a part of the job's instances,
-        the first call makes the shared memory of these instances.
-        """
+        """Return the collectives on CPU tensors; for a part of the job, the first call makes its shared memory."""
         if self._is_whole_job:
             return self._connections.collectives
         shared = self._subsets.of(self.instances)
@@ -323,7 +321,7 @@ class TorchBackend:
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send row *j* of ``tensor`` to the *j*-th instance; return the received rows, row *i* from the *i*-th."""
+        """Send ``tensor[j]`` to the *j*-th instance; return a tensor whose row *i* is from the *i*-th instance."""
         received = torch.empty_like(tensor)
         if tensor.is_cpu:
             with as_backend_error(_NO_DATA):

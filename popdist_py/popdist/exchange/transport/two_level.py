@@ -39,7 +39,7 @@ Arrival = Callable[[], Tensor]
 
 
 class Peers(Protocol):
-    """The peers of a member: members with the same index on all hosts, which make the same calls together."""
+    """The members with the same index on their hosts, which send each other tensors; all make the same calls."""
 
     def all_gather(self, tensor: Tensor) -> Arrival:
         """Start sending ``tensor`` to all peers; return a function that waits for the tensors of all peers."""
@@ -55,11 +55,11 @@ class Transport(Protocol):
         """Return the ``tensor`` of every instance, stacked in instance order."""
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send row *j* of ``tensor`` to the *j*-th instance; return the received rows, row *i* from the *i*-th."""
+        """Send ``tensor[j]`` to the *j*-th instance; return a tensor whose row *i* is from the *i*-th instance."""
 
 
 class WaitingPeers:
-    """The instances of ``transport`` as peers; every call returns when all tensors have arrived."""
+    """The instances of ``transport``, with the methods of `Peers`; each call waits until all tensors have come."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -76,7 +76,7 @@ class WaitingPeers:
 
 
 class TwoLevelReduction:
-    """Reductions over the members on several hosts; every member makes the same calls in the same order.
+    """Reductions first within each host, then between hosts; all members make the same calls in the same order.
 
     Attributes:
         places: For each node of the tree, the peer that sends the node, and the node's index in the peer's rows.
@@ -102,7 +102,9 @@ class TwoLevelReduction:
         self.pairs = node_additions([node for owned in nodes for node in owned], num_items)
 
     def all_reduce(self, rows: Sequence[Tensor], op: Op = "sum", into: Tensor | None = None) -> None:
-        """Combine all members' ``rows``, one for each node, into ``into`` or the first row; overwrite ``rows``."""
+        """Combine ``rows`` of all members into ``into``; if this is None, into the first row. A member has one row
+        for each of its nodes in the tree of sums. The rows are overwritten.
+        """
         out = rows[0] if into is None else into
         length = len(out)
         width = -(-length // (max(1, length // CHUNK_SIZE) * self._size)) * self._size
@@ -113,7 +115,7 @@ class TwoLevelReduction:
         )
 
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
-        """Return zeros for :meth:`reduce_scatter`; dims: receiver, receiver's host, sender's node, element."""
+        """Return zeros to fill for :meth:`reduce_scatter`: (receiver, receiver's host, sender's node, element)."""
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
@@ -150,7 +152,7 @@ class TwoLevelReduction:
             out.copy_(total)
 
     def _spread(self, rows: Sequence[Tensor], num_local: int, num_hosts: int) -> Tensor:
-        """Return ``rows`` cut into shares for the members, padded with zeros; without a copy if possible."""
+        """Cut ``rows`` into a part for each member, padded with zeros; return the parts, if possible uncopied."""
         length = len(rows[0])
         width = -(-length // (num_local * num_hosts))
         shape = (num_local, num_hosts, self._num_rows, width)
@@ -173,7 +175,7 @@ class TwoLevelReduction:
         return lambda: self._combine(arrival(), step)
 
     def _combine(self, received: Tensor, step: Op) -> Tensor:
-        """Return the combination of the peers' rows ``received``, in tree order, in the rows' memory."""
+        """Combine the rows ``received`` from all peers in place, in the order of the tree; return the result."""
         rows = [received[place] for place in self.places]
         total: Tensor = combine_in_place(combiner(step, received.dtype), rows, self.pairs)
         return total
@@ -274,7 +276,7 @@ class BucketAllReduce:
             self._channel.issue(lambda: self._combine(own), [*own, self._into])
 
     def _add_here(self, own: Tensor) -> FollowUp | None:
-        """Add this instance's share in the host's memory, and send it to the peers; in the channel's thread."""
+        """Add this instance's part of the host's buffers, and send the sum to other hosts; in another thread."""
         local = self._channel.local_collectives
         if local is None:
             return None
