@@ -108,13 +108,13 @@ def read_share_tensors(env: Mapping[str, str]) -> bool | None:
 
 
 def read_threads(env: Mapping[str, str], name: str) -> int | None:
-    """Return the first number of OpenMP's list in the variable ``name``; None if there is no valid number."""
+    """Return the first number of a variable such as ``OMP_NUM_THREADS=4,2``; None if there is no valid number."""
     first = env.get(name, "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
 
 def read_ordinals(env: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """Return the device numbers, separated by commas, in the variable ``name``; empty if absent or empty."""
+    """Return the device numbers, such as ``0,1``, in the variable ``name``; () if unset or empty."""
     text = env.get(name, "")
     words = text.split(",") if text else []
     if not all(word.isdecimal() for word in words):
@@ -130,7 +130,7 @@ def _read_device_type(env: Mapping[str, str]) -> str:
 
 
 def read_node_counts(env: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """Return one number per node from Slurm's form, such as ``2(x3),1``; empty if ``name`` is unset or empty."""
+    """Return one number per node from Slurm's variable ``name``, such as ``2(x3),1``; () if unset or empty."""
     counts: list[int] = []
     for item in filter(None, env.get(name, "").split(",")):
         match = re.fullmatch(_NODE_COUNT, item.strip())
@@ -189,7 +189,7 @@ class Contract:
 
     @property
     def replica_part(self) -> ReplicaPart:
-        """The part of a replica that this instance holds."""
+        """The part of a model replica, with its pipeline stage and tensor shard, that this instance holds."""
         return self.parallelism.part_of(self.instance_index)
 
     @property
@@ -199,7 +199,7 @@ class Contract:
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The assignment of replicas to the instances that hold the same part of a replica, in replica order."""
+        """The assignment of replicas to instances; instances that share a replica count together as one."""
         number = self.num_instances // self.parallelism.instances_per_replica
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
@@ -255,13 +255,13 @@ class Contract:
         }
 
     def shape_to_env(self) -> dict[str, str]:
-        """Return the environment variables equal in all instances, for a job whose ranks another launcher sets."""
+        """Return the variables with equal values in all instances, for a job whose ranks another launcher sets."""
         env = self.to_env()
         names = (*SHAPE, *self._parallelism_to_env(), NUM_THREADS, DETERMINISTIC, MAPPING)
         return {name: env[name] for name in names if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
-        """Return this job, which another launcher describes, with the replicas that poprun's variables set."""
+        """Return this job, which another launcher describes, with the replicas that ``env`` has from poprun."""
         if NUM_REPLICAS not in env:
             return self
         num_replicas, parallelism = read_count(env, NUM_REPLICAS), read_parallelism(env)
@@ -286,7 +286,7 @@ class Contract:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self | None:
-        """Return the contract in ``env``; None if poprun's variables, except perhaps ``SHAPE``, are not set."""
+        """Return the job that poprun has described in ``env``; None if ``env`` has no rank from poprun."""
         missing = [name for name in REQUIRED if name not in env]
         if len(missing) == len(REQUIRED) or {*REQUIRED} - {*missing} == {*SHAPE}:
             return None

@@ -81,13 +81,13 @@ class Parallelism:
         return ReplicaPart(replica=replica, index=index, stage=stage, shard=shard)
 
     def stage_of(self, instance: int) -> range:
-        """Return the instances that hold the stage of ``instance``; the whole replica if stages are unknown."""
+        """Return the instances with the pipeline stage of ``instance``, or, without stages, with its replica."""
         size = self.tensor if self.has_mesh else self.instances_per_replica
         first = instance - instance % size
         return range(first, first + size)
 
     def place_of(self, instance: int) -> dict[str, int]:
-        """Return replica, stage and shard of ``instance``, by name; empty if instances share no replica."""
+        """Return the numbers of replica, stage and shard of ``instance``, by name; {} if replicas are unshared."""
         part = self.part_of(instance)
         if not self.is_shared:
             return {}
@@ -113,18 +113,18 @@ class ReplicaPart:
 
 
 def part(row: range, index: int, num_parts: int) -> range:
-    """Return part ``index`` of the range ``row``, cut into ``num_parts``; last parts of a short row are empty."""
+    """Cut ``row``, a range of numbers, into ``num_parts`` parts, and return part ``index``; it may be empty."""
     return parts(row, range(index, index + 1), num_parts)
 
 
 def parts(row: range, indices: range, num_parts: int) -> range:
-    """Return the parts ``indices`` of the range ``row``, cut into ``num_parts``, joined to one range."""
+    """Cut the range ``row`` into ``num_parts`` parts, and return the parts ``indices``, joined to one range."""
     return row[_start(len(row), indices.start, num_parts) : _start(len(row), indices.stop, num_parts)]
 
 
 @lru_cache(maxsize=64)
 def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> tuple[range, ...]:
-    """Return the range of samples of each micro batch, replica by replica; the last ranges may be empty."""
+    """Return which samples of a step each micro batch gets, replica by replica; the last ranges may be empty."""
     samples = range(num_samples)
     shares = [part(samples, replica, num_replicas) for replica in range(num_replicas)]
     return tuple(part(share, index, accumulation) for share in shares for index in range(accumulation))

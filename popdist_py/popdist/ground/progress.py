@@ -71,7 +71,7 @@ LARGEST_STEP: Final = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress that a program has written on its page of memory for poprun's agent."""
+    """The progress of a program, as the program has written it into memory that poprun reads."""
 
     pid: int = 0  # the process that writes; 0 if no process has written yet
     stack_signal: int = 0  # the signal at which the process writes its stacks behind the page; 0 if there is none
@@ -95,7 +95,7 @@ class Progress:
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """Return the progress on ``page``; None if ``page`` is too short or was copied during a change."""
+        """Read progress from ``page``, a copy of a program's memory; None if short or copied during a change."""
         if len(page) < USED_BYTES or page[: _COUNT.size] != page[_BEGUN_AT : _BEGUN_AT + _COUNT.size]:
             return None
         pid, signum, has_joined, has_step, has_loss, is_alone, num_steps, step, loss, num_waits, since, name = (
@@ -123,7 +123,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseCounters:
-    """The seconds that a program has spent in each phase so far, as the sampler in the program has measured."""
+    """The seconds that a program has spent in each phase of training, as a sampler in the program measured."""
 
     seconds: Mapping[str, float]  # for each phase in `popdist.startup.phase_sampler.PHASES`
     idle_backward_seconds: float  # time of the backward pass in which the main thread used no processor
@@ -138,7 +138,7 @@ class PhaseCounters:
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """Return the sampler's counters on the progress page ``page``; None if no sampler has written."""
+        """Read the seconds of phases from ``page``, a copy of a program's memory; None if none were written."""
         if len(page) < COUNTED_BYTES:
             return None
         num_steps, *seconds, idle, disk, workers, messages, long_forward, gc, began = _COUNTERS.unpack_from(
@@ -163,7 +163,7 @@ class PhaseCounters:
 
 
 def read_places(page: bytes) -> dict[str, str]:
-    """Return for each phase the line of code (``file:line``) that the sampler has seen most often."""
+    """Return for each phase of training the line of code (``file:line``) at which the program was most often."""
     size = phase_sampler.PLACE_BYTES
     fields = [page[at : at + size] for at in range(phase_sampler.PLACES_AT, phase_sampler.ENDS_AT, size)]
     texts = (field.rstrip(b"\0").decode(errors="replace") for field in fields)
@@ -185,19 +185,19 @@ def read_stamps(page: bytes) -> dict[str, dict[int, float]]:
 
 
 class ProgressPage:
-    """The page of memory on which this process writes its progress; before ``open()``, no agent reads the page."""
+    """The memory in which this process writes its progress for poprun; before ``open()``, nobody reads it."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self.is_watched = False  # whether an agent reads the page
         self._use(memoryview(bytearray(PAGE_BYTES)) if memory is None else memory)
 
     def close(self) -> None:
-        """Stop writing to the page that poprun's agent reads."""
+        """Stop writing progress into the memory that poprun reads."""
         self.is_watched = False
         self._use(memoryview(bytearray(PAGE_BYTES)))
 
     def open(self, descriptor: int) -> None:
-        """Write progress from now on to the file ``descriptor``; do nothing if the file is no progress page."""
+        """Write progress from now on to the memory file ``descriptor``, if poprun has made the file for this."""
         if not stack_signal.is_page(descriptor):
             return
         import mmap
@@ -228,11 +228,11 @@ class ProgressPage:
         self._collective = ""
 
     def read(self) -> Progress:
-        """Return the progress on this process's page, on which no change is unfinished in this process."""
+        """Return the progress that this process has written so far."""
         return Progress.read(bytes(self._memory)) or Progress()
 
     def write(self, progress: Progress) -> None:
-        """Write ``progress`` on the page, in place of the page's whole content."""
+        """Replace all progress that this process has written for poprun by ``progress``."""
         self._words[_BEGUN] += 1
         _VALUES.pack_into(
             self._memory,
@@ -256,11 +256,11 @@ class ProgressPage:
         self._words[0] = self._words[_BEGUN]
 
     def join(self) -> None:
-        """Record on the page that the program has asked popdist in which job the program is."""
+        """Record for poprun that the program has asked popdist in which job the program is."""
         self._memory[_HAS_JOINED_AT] = 1
 
     def report(self, step: int | None, loss: float | None) -> None:
-        """Record on the page the step and loss that the program reports; None leaves a value unchanged."""
+        """Record for poprun the step and the loss that the program reports; None leaves a value unchanged."""
         if step is not None:
             self._words[_STEP] = step
             self._memory[_HAS_STEP_AT] = 1
@@ -269,11 +269,11 @@ class ProgressPage:
             self._memory[_HAS_LOSS_AT] = 1
 
     def count_step(self) -> None:
-        """Record on the page that the gradients of one more step have been reduced."""
+        """Record for poprun that the gradients of one more step have been reduced."""
         self._words[_NUM_STEPS] += 1
 
     def wait(self, collective: str, members: Sequence[int] = ()) -> None:
-        """Record that the program waits in ``collective`` for ``members``; no members means all instances."""
+        """Record for poprun that the program waits in ``collective`` for ``members``; () means all instances."""
         if collective != self._collective:  # the name and the members of a collective change together
             self._words[_BEGUN] += 1
             self._floats[_WAITING_SINCE] = 0.0
@@ -295,16 +295,16 @@ class ProgressPage:
         self._num_stamps += 1
 
     def count_samples(self, num_samples: int) -> None:
-        """Record that the program was given ``num_samples`` more samples."""
+        """Record for poprun that popdist has given the program ``num_samples`` more samples."""
         (before,) = _SAMPLES.unpack_from(self._whole, _SAMPLES_AT)
         _SAMPLES.pack_into(self._whole, _SAMPLES_AT, before + num_samples)
 
     def wait_again(self) -> None:
-        """Record that the program waits again in the last collective, or for the data of the collective."""
+        """Record for poprun that the program again waits in its last collective, or for the collective's data."""
         self._floats[_WAITING_SINCE] = time.monotonic()
 
     def end_wait(self) -> None:
-        """Record on the page that the program no longer waits for other instances."""
+        """Record for poprun that the program no longer waits for other instances."""
         self._floats[_WAITING_SINCE] = 0.0
 
 
@@ -325,7 +325,7 @@ def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _encode(name: str) -> bytes:
-    """Return ``name`` as the page's ``MAX_NAME_BYTES`` bytes; a long name keeps its beginning and its end."""
+    """Return ``name`` as exactly ``MAX_NAME_BYTES`` bytes; a long name keeps only its beginning and its end."""
     text = name.encode(errors="replace")
     if len(text) > MAX_NAME_BYTES:
         half = (MAX_NAME_BYTES - 5) // 2
@@ -338,7 +338,7 @@ progress_page = ProgressPage()
 
 
 def begin() -> None:
-    """Begin to write progress to the page that the environment names. Importing popdist calls this function."""
+    """Begin to write progress to a memory file if poprun's environment names one. Importing popdist does this."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if descriptor.isdecimal() and not progress_page.is_watched:
         progress_page.open(int(descriptor))

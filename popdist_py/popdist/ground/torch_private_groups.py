@@ -35,7 +35,7 @@ _create_work_from_future: Final = find(find(torch._C, "_distributed_c10d"), "_cr
 
 
 def done_work(results: list[Any]) -> Any:
-    """Return a finished work of torch with ``results``. Raises RuntimeError if torch lacks the private name."""
+    """Return a finished ``Work`` of torch with ``results``. Raises RuntimeError if torch lacks a private name."""
     if _create_work_from_future is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _create_work_from_future: use the backend gloo")
     future: Future[list[Any]] = Future()
@@ -121,7 +121,9 @@ _set_unwrap_func: Final = find(Future, "_set_unwrap_func")
 
 
 def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:
-    """Finish ``future``: ``wait()`` raises by ``reveal(value)``, or returns ``value`` if torch lacks the name."""
+    """Finish ``future`` so that ``wait()`` calls ``reveal(value)``, which raises; if torch lacks the private name,
+    ``wait()`` returns ``value``.
+    """
     if _set_unwrap_func is not None:
         _set_unwrap_func(future, reveal)
     future.set_result(value)
@@ -162,7 +164,9 @@ _world: Final = find(distributed_c10d, "_world")
 
 
 def num_collectives(apart_from: Collection[int] = ()) -> int:
-    """Return the number of collectives of groups with ranks outside ``apart_from``; 0 if torch lacks the name."""
+    """Return how many collectives torch's groups have made, except groups with ranks only in ``apart_from``; 0 if
+    torch lacks the private name.
+    """
     number, groups = 0, find(_world, "pg_map") or ()
     for group in groups:
         with suppress(RuntimeError):  # a backend that does not count collectives raises this error

@@ -30,13 +30,13 @@ def height(n: int) -> int:
 
 
 def span(node: Node, n: int) -> range:
-    """Return the positions of the items that ``node`` covers in the tree over ``n`` items; empty past the end."""
+    """Return the range of items whose sum is ``node`` in the tree of additions over ``n`` items; may be empty."""
     return range(min(node.index << node.level, n), min((node.index + 1) << node.level, n))
 
 
 def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
-    """Return the fewest nodes, left to right, that together cover exactly the items from number ``start`` up to
-    number ``stop - 1`` in the tree over ``n`` items.
+    """Return the fewest nodes of the tree of additions over ``n`` items, left to right, whose sums together have
+    exactly the items from number ``start`` up to number ``stop - 1``.
     """
     top = height(n)
     if not 0 <= start <= stop <= n:
@@ -52,7 +52,7 @@ def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
 
 
 class TreeSum(Generic[T]):
-    """A sum that adds items one after another, in tree order, and keeps only the sums that cannot be added yet."""
+    """A sum that adds items in the order of a binary tree, and keeps only the sums that cannot be added yet."""
 
     def __init__(self, n: int, add: Callable[[T, T], T], *, start: int = 0) -> None:
         self._height = height(n)
@@ -113,7 +113,7 @@ class TreeSum(Generic[T]):
 
 
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """Return the sum of ``n`` items from ``nodes``. Raises ValueError unless nodes cover each item once."""
+    """Return the sum of ``n`` items from the partial sums ``nodes``. Raises ValueError unless each is in one."""
     total = TreeSum(n, add)
     for node in sorted(nodes, key=lambda node: node.index << node.level):
         if node.index << node.level != total.position:

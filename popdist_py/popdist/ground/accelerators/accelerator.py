@@ -145,7 +145,7 @@ def connect(device_type: str, store: Store, rank: int, size: int, timeout: timed
 
 
 def stop_choosing_by_time() -> None:
-    """Make cuDNN choose algorithms by shapes alone, because choices by time differ between processes."""
+    """Make cuDNN choose algorithms by shapes, not by measured time, because times differ between processes."""
     torch.backends.cudnn.benchmark = False
 
 
@@ -163,7 +163,7 @@ def dispatch_key(device_type: str) -> str:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the operations of this thread on ``device`` are now captured in a graph, to run later."""
+    """Whether this thread's operations on ``device`` are now captured, as in a CUDA graph, to run later."""
     is_recorded = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return is_recorded is not None and bool(is_recorded())
 
@@ -181,7 +181,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def forked_random_states(seed: int | None = None) -> Iterator[None]:
-    """A context that restores the states of random generators at its end and begins with ``seed``, if given.
+    """A context in which torch's random generators begin with ``seed``, if given; its end restores their states.
 
     The generators are torch's default generators of the CPU and of all accelerators in use.
     """

@@ -24,7 +24,7 @@ class Gathers(Protocol):
 def are_distinct(
     collectives: Gathers, size: int, rank: int, device: torch.device | None, host: str, *, warns: bool = True
 ) -> bool:
-    """Return whether the members of a group all have different accelerators. All members must call this function.
+    """Whether the members of a group all have different accelerators. All members must call this function.
 
     The first member warns if members share an accelerator, or if accelerators are of several models.
 

@@ -58,7 +58,7 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """Return the replica layout of a model with ``num_local_replicas`` per instance; None: as the job has.
+        """Return the assignment of a model's ``num_local_replicas`` replicas per instance; None means the job's.
 
         Raises ContractError if poprun has given the instances another number.
         """
@@ -83,7 +83,7 @@ class Environment:
 
 
 def detect(env: Mapping[str, str]) -> Environment:
-    """Return the job in ``env``: poprun's contract, otherwise another launcher's ranks, otherwise one process.
+    """Return the job that poprun or another launcher describes in ``env``; otherwise a job of this process alone.
 
     Raises ContractError if a job of several processes is not described completely, or two launchers describe
     different jobs.

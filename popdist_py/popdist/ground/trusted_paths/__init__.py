@@ -89,7 +89,7 @@ def _names(path: str) -> list[str]:
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """Return the target of the link ``name``; None if no link. ``rest`` has the names after it, last first."""
+    """Return the target of the link ``name``; None if it is no link. ``rest`` is the path after it, reversed."""
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
