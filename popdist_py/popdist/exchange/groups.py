@@ -200,7 +200,7 @@ replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
 
 
 def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
-    """Return ``group``. Raises CollectiveError in a micro batch of a replica if the instance has several ones."""
+    """Return ``group``. Raises CollectiveError while a replica computes, if the instance has several replicas."""
     if replicas_in_turn:
         raise CollectiveError(
             f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "

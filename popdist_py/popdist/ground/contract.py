@@ -261,7 +261,7 @@ class Contract:
         return {name: env[name] for name in names if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
-        """Return this job, which another launcher describes, with the replicas that ``env`` has from poprun."""
+        """Return this job, which another launcher describes, with the replicas that poprun's variables give."""
         if NUM_REPLICAS not in env:
             return self
         num_replicas, parallelism = read_count(env, NUM_REPLICAS), read_parallelism(env)

@@ -87,7 +87,7 @@ class Parallelism:
         return range(first, first + size)
 
     def place_of(self, instance: int) -> dict[str, int]:
-        """Return the numbers of replica, stage and shard of ``instance``, by name; {} if replicas are unshared."""
+        """Return replica, stage and shard number of ``instance``, by name; {} if instances share no replica."""
         part = self.part_of(instance)
         if not self.is_shared:
             return {}
@@ -104,7 +104,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPart:
-    """The part of a replica that one instance holds; stage and shard are invalid if the program makes the mesh."""
+    """The part of a replica that one instance holds; stage and shard are invalid if a program has its own mesh."""
 
     replica: int
     index: int  # index of this instance among the instances of the replica

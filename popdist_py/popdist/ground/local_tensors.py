@@ -40,7 +40,7 @@ def part_itself(tensor: Any) -> Tensor:
 
 
 def local_gradient(parameter: Any) -> Tensor | None:
-    """Return this instance's part of a parameter's gradient, after placing the gradient like the parameter.
+    """Return this instance's part of a parameter's gradient; first place the gradient like the parameter.
 
     All instances of the parameter's mesh call this function, for their parameters in the same order.
     """

@@ -309,7 +309,7 @@ class ProgressPage:
 
 
 def _one_nan(loss: float) -> float:
-    """Return ``loss``; for each NaN return the same NaN object, so that pages with a NaN compare equal."""
+    """Return ``loss``; for each NaN return the same NaN object, so that equal progress compares as equal."""
     return math.nan if math.isnan(loss) else loss
 
 

@@ -63,7 +63,7 @@ _storage_use_count: Final = find(torch._C, "_storage_Use_Count")
 
 
 def is_held_once(storage: UntypedStorage) -> bool:
-    """Whether only the caller refers to ``storage``; False, so that nothing is reused, if torch lacks the name."""
+    """Whether only the caller refers to ``storage``; False if torch lacks the name, so that nothing is reused."""
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
 
 
@@ -185,7 +185,7 @@ _pytree: Final = find(torch.utils, "_pytree")
 
 
 def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of a pytree node, such as a dict, and a function to rebuild the node, or None."""
+    """Return the children of a pytree node, such as a dict, and a function to rebuild it; None for no node."""
     # without the name no class is known: such an object is not split, and is refused when a layer returns it
     if type(nest) not in (find(_pytree, "SUPPORTED_NODES") or ()):
         return None
@@ -201,7 +201,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def wrapper_tensor(kind: type[T], like: Tensor) -> T:
-    """Make a tensor of the subclass ``kind`` with the shape of ``like`` but no memory; ``kind`` computes with it."""
+    """Make a tensor of the subclass ``kind`` with the shape of ``like`` and no memory; ``kind`` does its work."""
     form = {"strides": like.stride(), "dtype": like.dtype, "device": like.device}
     return cast("T", _make_wrapper_subclass(kind, like.shape, **form))
 
@@ -211,7 +211,7 @@ _unscale_operator: Final = find(torch.ops.aten, "_amp_foreach_non_finite_check_a
 
 
 def unscaler_of(operator: object) -> Callable[..., None] | None:
-    """Return torch's function that unscales gradients for GradScaler if ``operator`` is this one; else None."""
+    """Return torch's function that unscales GradScaler's gradients if ``operator`` is this function; else None."""
     return _unscale if _unscale is not None and operator is _unscale_operator.default else None
 
 
@@ -268,7 +268,7 @@ def hide_worker_info() -> None:
 def set_numbers_of_dtensors(
     numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]],
 ) -> None:
-    """Make DTensors draw random numbers in the context ``numbers(mesh, placements, generator)``, or warn."""
+    """Make DTensors draw random numbers in the context ``numbers(...)``; only warn if torch lacks the name."""
     random = _module("torch.distributed.tensor._random")
     if not hasattr(random, "_rng_tracker"):
         warnings.warn(

@@ -113,7 +113,7 @@ class TreeSum(Generic[T]):
 
 
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """Return the sum of ``n`` items from the partial sums ``nodes``. Raises ValueError unless each is in one."""
+    """Return the sum of ``n`` items from partial sums ``nodes``. Raises ValueError unless each item is in one."""
     total = TreeSum(n, add)
     for node in sorted(nodes, key=lambda node: node.index << node.level):
         if node.index << node.level != total.position:

@@ -105,7 +105,7 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
 
 
 def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> tuple[JobNetwork, str]:
-    """Check all hosts; return the job's network and why these addresses. Raises HostsError with all problems."""
+    """Check all hosts; return the job's network, and why it has these addresses. Raises HostsError on problems."""
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
 
@@ -154,7 +154,7 @@ class _Examiner:
         self._problems: list[Problem] = []
 
     async def examine(self) -> tuple[tuple[JobNetwork, str] | None, list[Problem]]:
-        """Check all hosts; return the network with the reason for its addresses and [], or None and problems."""
+        """Check all hosts. Return the network with the reason for its addresses; None and all problems if any."""
         try:
             answers = await self._ask_for_facts()
             self._record_problems(answers)
@@ -217,7 +217,7 @@ class _Examiner:
             self._problems += judge_slots(name, slots, self._plan)
 
     async def _hand_over(self, key: JobKey) -> None:
-        """Store the job's secret key on each host, because a launcher, such as mpiexec, sends in clear text."""
+        """Store the job's secret key on each host, because a launcher like mpiexec might send it unencrypted."""
         question = {"ask": "hold", "file": key.file, "key": key.text}
         for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
             if answer["problem"]:

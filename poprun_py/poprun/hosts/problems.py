@@ -181,7 +181,7 @@ def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> I
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Yield a problem if ``host`` lacks cores or a cache folder that the job needs, by its answer ``slots``."""
+    """Yield a problem if ``host`` lacks cores or a cache folder for the job, as its answer ``slots`` says."""
     if slots["cache"]:
         yield Problem(host, slots["cache"], "give another --executable-cache-path")
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])

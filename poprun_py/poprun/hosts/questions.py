@@ -44,7 +44,7 @@ Replies = tuple[dict[str, Answer], dict[str, NoAnswerError]]  # by the names of 
 
 
 class HostConnections:
-    """poprun's connections to all hosts of a job; a host that once does not answer is not asked again."""
+    """poprun's connections to all hosts of a job; a host that has failed to answer is not asked again."""
 
     def __init__(self, names: Iterable[str], here: str, remote: RemoteSettings) -> None:
         words = {

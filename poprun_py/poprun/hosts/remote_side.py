@@ -244,14 +244,14 @@ def hold(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget(question: dict[str, Any]) -> dict[str, Any]:
-    """Delete the file with the key of a job that will not start, if the file exists."""
+    """Remove the file with the key of a job that will not start, if the file exists."""
     with contextlib.suppress(OSError):
         os.unlink(question["file"])
     return {}
 
 
 def remove_old(file: str) -> None:
-    """Delete a key file of this user if it is older than a week, because its job has started long ago."""
+    """Remove a key file of this user if it is older than a week, because its job has started long ago."""
     try:
         status = os.lstat(file)
         if status.st_uid == os.getuid() and time.time() - status.st_mtime > _WEEK_SECONDS:

@@ -67,7 +67,7 @@ class AgentLinks:
             self.address = self._listen_to_hosts(network)
 
     def close(self) -> None:
-        """Close the connections to all agents and monitors; an agent (parent of an instance) ends its instance."""
+        """Close the connections to agents and monitors. Each agent, the parent of an instance, then ends it."""
         if self.viewers is not None:
             self.viewers.close()
         if self._proofs is not None:
@@ -93,7 +93,7 @@ class AgentLinks:
             self.send_order(instance, order)
 
     def hang_up(self, instance: int) -> None:
-        """Close the connection to a frozen agent (parent of an instance), so that it ends if it runs again."""
+        """Close the connection to a frozen agent, an instance's parent; if it runs again, it ends the instance."""
         self._drop(self._agents[instance])
 
     def take_streams(self, instance: int) -> dict[int, int]:
@@ -182,7 +182,7 @@ class AgentLinks:
                     self._refuse_event(message)
 
     def _introduce(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
-        """Identify by its first ``message`` the process that has connected by ``link``; yield agents' messages."""
+        """Identify by its first ``message`` the process connected by ``link``; yield the message of an agent."""
         match message:
             case {"event": "view"}:
                 self._let_go(link)

@@ -41,7 +41,7 @@ class KeyProofs:
             self._hang_up(connection)
 
     def begin(self, connection: socket.socket) -> None:
-        """Ask a new client to prove that it knows the key; before, close older connections that take too long."""
+        """Ask a new client to prove that it knows the key; first close older connections that take too long."""
         now = time.monotonic()
         for other, since in tuple(self._began_at_seconds.items()):
             if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:

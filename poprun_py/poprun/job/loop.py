@@ -62,7 +62,7 @@ class Attempt:
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """Watch the job until all its processes have ended; print its failure, if any; return how it ended."""
+        """Run the job until all its processes have ended; print its failure, if any; return how it ended."""
         try:
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
             self._supervise(self._prepare())
@@ -200,7 +200,7 @@ class Attempt:
             self._suspend()
 
     def _suspend(self) -> None:
-        """Suspend the programs and then poprun itself after Ctrl-Z; resume the programs when poprun is resumed."""
+        """Stop the programs and then poprun itself after Ctrl-Z; continue the programs when poprun continues."""
         self._links.send_to_all({"order": "signal", "signal": int(signal.SIGSTOP)})
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signals.is_suspended = False

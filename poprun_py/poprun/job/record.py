@@ -318,7 +318,7 @@ class Record:
             self.evidence[instance] = read_evidence(event, self.evidence.get(instance))
 
     def _blame_own_network(self) -> None:
-        """If all instances on several other hosts were lost, record this machine's network as the cause."""
+        """Record this machine's network as the cause if all instances on several other hosts were lost."""
         network = self.identity.network
         if network is None:
             return

@@ -62,7 +62,7 @@ class ReceivedSignals:
         os.close(writer)
 
     def drain(self) -> None:
-        """Empty the pipe that each signal writes to, so that only the next signal makes it readable again."""
+        """Read all bytes of the pipe that signals write to, so that only the next signal makes it readable."""
         while True:
             try:
                 if len(os.read(self.descriptor, _READ_BYTES)) < _READ_BYTES:

@@ -45,7 +45,7 @@ class Watcher:
     hears: ClassVar[str] = ""  # the kind of events that it receives; empty if none
 
     def update(self, now_seconds: float) -> None:
-        """Observe the job again, and print for the user what is new. poprun's loop calls this method often."""
+        """Check the job again, and print for the user what is new. poprun's loop calls this method often."""
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
         """Handle a message of the parent process of ``instance``. Other kinds than ``hears`` do not come here."""
@@ -104,7 +104,7 @@ class GpuCurves(Watcher):
             self._watch = watch_gpus(watched.plan, watched.identity, watched.variables, watched.record.curves)
 
     def update(self, now_seconds: float) -> None:
-        """Read new measurements of the GPU vendor's tool, such as nvidia-smi, and add these to the curves."""
+        """Read new measurements that the GPU vendor's tool has printed, and add these to the recorded curves."""
         if self._watch is not None:
             self._watch.update(now_seconds)
 

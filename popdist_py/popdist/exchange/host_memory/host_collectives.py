@@ -65,7 +65,7 @@ class Slots:
             self._views.clear()
 
     def fit_parts(self, num_bytes: int) -> int:
-        """Enlarge each rank's buffer to ``num_bytes`` for each other rank; return the bytes that one may use."""
+        """Enlarge each rank's buffer to ``num_bytes`` for each other rank; return the bytes that fit for one."""
         num_others = self._group.size - 1
         self.fit(num_bytes * num_others)
         return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES

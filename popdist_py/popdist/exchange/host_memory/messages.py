@@ -213,7 +213,7 @@ class Sent:
         self._buffer, self._number = buffer, buffer.num_sent
 
     def is_done(self) -> bool:
-        """Whether the message was received, or the unread messages are so short that the sender may go on."""
+        """Whether the message was received, or so few bytes wait at the receiver that the sender may go on."""
         buffer = self._buffer
         is_received = buffer.num_sent != self._number or buffer.words[_IS_RECEIVED]
         return bool(is_received) or self._messages.num_waiting_bytes(buffer.receiver) <= MOST_AHEAD_BYTES

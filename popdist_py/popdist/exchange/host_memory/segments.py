@@ -76,11 +76,11 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the machine's memory that the segment holds; released pages do not count."""
+        """Number of bytes of the machine's memory that the memory file holds; released pages do not count."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def grow(self, num_bytes: int) -> int:
-        """Enlarge the segment by whole pages of zeros for ``num_bytes``; return the offset of the new pages."""
+        """Enlarge the memory file by whole pages of zeros for ``num_bytes``; return the new pages' offset."""
         more = whole_pages(num_bytes)
         with self._growing:  # one thread may send a message while another thread makes room for a collective
             offset = self._num_bytes
@@ -94,7 +94,7 @@ class Segment:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Release pages of the segment if this process owns them; mappings of the pages then read zeros."""
+        """Release pages of the memory file if this process owns them; mappings of the pages then read zeros."""
         if os.getpid() != self._owner:  # a forked child, whose parent may still use the pages
             return
         _libc.fallocate(
@@ -102,7 +102,7 @@ class Segment:
         )
 
     def close(self) -> None:
-        """Close the segment's descriptor, once; mapped memory stays mapped until its last view is deleted."""
+        """Close the memory file's descriptor, once; memory stays mapped until its last view is deleted."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -179,13 +179,13 @@ class SegmentExchange:
         self._timeout_seconds = timeout_seconds
 
     def refuse(self) -> None:
-        """Refuse to share: take part in the exchange without a segment, so that no rank gets a segment."""
+        """Take part in the exchange of memory files without an own file, so that no rank gets a file."""
         self._values_of_all("tokens", secrets.token_hex(TOKEN_BYTES))
         self._values_of_all("connections", [])
         self._values_of_all("found", mine=False)
 
     def run(self, segment: Segment, page: memoryview) -> dict[int, PeerSegment] | None:
-        """Return the segments of all other ranks; None on all ranks if any rank lacks or cannot open a segment."""
+        """Return the memory files of all other ranks; None on all ranks if a rank lacks or cannot open a file."""
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
         peers: dict[int, PeerSegment] = {}
@@ -214,7 +214,7 @@ class SegmentExchange:
         return values_of_all(store, self._rank, self._names, mine, self._timeout_seconds, self._deadline)
 
     def _serve(self, listener: socket.socket, segment: Segment, num_connections: int) -> None:
-        """Send the segment's descriptor to the ranks that have connected, and to no other process."""
+        """Send the memory file's descriptor to the ranks that have connected, and to no other process."""
         served: set[int] = set()
         with suppress(OSError):
             while len(served) < num_connections:
@@ -228,7 +228,7 @@ class SegmentExchange:
                         served.add(_RANK.unpack(rank_bytes)[0])
 
     def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
-        """Return the segment whose descriptor comes over ``connection``; None if the segment lacks ``token``."""
+        """Return the memory file whose descriptor comes over ``connection``; None if the file lacks ``token``."""
         try:
             connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)

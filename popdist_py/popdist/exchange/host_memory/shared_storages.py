@@ -70,7 +70,7 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorage:
-    """A tensor's storage in a memory file: address, size and file; torch owns the descriptor while it exists."""
+    """A tensor's storage in a memory file; torch owns the descriptor of the file while the storage exists."""
 
     storage: StorageWeakRef
     address: int

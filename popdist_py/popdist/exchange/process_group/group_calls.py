@@ -54,7 +54,7 @@ class GroupCalls:
         return self._queue.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)
 
     def allreduce(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
-        """Combine the single tensor in ``tensors`` over all ranks, in place; return the work to wait for."""
+        """Combine the single tensor in ``tensors`` over all ranks, in place; return the ``Work`` to wait for."""
         check_single("allreduce", tensors)
         return self.allreduce_coalesced(tensors, opts, may_move)
 
@@ -68,14 +68,14 @@ class GroupCalls:
         return call(list(tensors), opts)
 
     def broadcast(self, tensors: Tensors, opts: Options) -> Work:
-        """Overwrite the single tensor in ``tensors`` with the root's tensor; return the work to wait for."""
+        """Overwrite the single tensor in ``tensors`` with the root's tensor; return the ``Work`` to wait for."""
         check_single("broadcast", tensors)
         check_rank("broadcast", opts.rootRank, self._host.size, "root rank")
         check_written("broadcast", tensors)
         return self._do(_broadcast, opts, list(tensors), *bare(tensors), opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Options) -> Work:
-        """Combine the single tensor in ``tensors`` over all ranks into the root's tensor; return the work."""
+        """Combine the single tensor in ``tensors`` over all ranks into the root's tensor; return the ``Work``."""
         check_single("reduce", tensors)
         check_rank("reduce", opts.rootRank, self._host.size, "root rank")
         parts = [torch.view_as_real(it) if it.is_complex() and _is_sum(opts.reduceOp) else it for it in tensors]
@@ -86,7 +86,7 @@ class GroupCalls:
         return self._gloo.reduce(list(tensors), opts)
 
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Options) -> Work:
-        """Send each rank one tensor of the root's list, by gloo; return the work to wait for."""
+        """Send each rank one tensor of the root's list, by gloo; return the ``Work`` to wait for."""
         check_dense("scatter", [*outputs, *(tensor for row in inputs for tensor in row)])
         return self._gloo.scatter(list(outputs), list(map(list, inputs)), opts)
 
@@ -163,7 +163,7 @@ class GroupCalls:
         return self._do(_all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
 
     def barrier(self, opts: Options) -> Work:
-        """Wait until all ranks of the process group are in this call; return the work to wait for."""
+        """Wait until all ranks of the process group are in this call; return the ``Work`` to wait for."""
         return self._do(_barrier, opts, [], seconds(opts.timeout))
 
 
@@ -285,7 +285,7 @@ def _run(tensor: Tensor) -> Tensor:
 
 
 def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy results from ``places`` into those of ``tensors`` for which :func:`place_of` made other memory."""
+    """Copy results from ``places`` into the ``tensors`` for which :func:`place_of` made other memory."""
     for tensor, place in zip(tensors, places, strict=True):
         if not _is_run(tensor):
             tensor.copy_(place.view(tensor.shape))

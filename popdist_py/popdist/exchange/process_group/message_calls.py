@@ -31,7 +31,7 @@ from popdist.ground import torch_private_groups
 
 
 class MessageWork(dist.Work):
-    """The work of a message between ranks: a handle to wait until the message was sent or received."""
+    """The ``Work`` of a message between ranks: a handle to wait until the message was sent or received."""
 
     def __init__(self, message: Sent | Receipt) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class MessageCalls:
         self._messages = Messages(host.group) if isinstance(host, HostCollectives) else None
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Send the single tensor in ``tensors`` to ``rank``; return the work to wait for."""
+        """Send the single tensor in ``tensors`` to ``rank``; return the ``Work`` to wait for."""
         _check("send", tensors, tag)
         check_rank("send", rank, self._size)
         if self._messages is not None:
@@ -91,16 +91,16 @@ class MessageCalls:
         return self._gloo.send([tensor.resolve_conj().resolve_neg() for tensor in tensors], rank, tag)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """Receive a message from ``rank`` into the single tensor in ``tensors``; return the work to wait for."""
+        """Receive a message from ``rank`` into the single tensor in ``tensors``; return the ``Work``."""
         check_rank("recv", rank, self._size)
         return self._receive(tensors, [rank], tag) or self._gloo.recv(list(tensors), rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        """Receive a message from any rank into the single tensor in ``tensors``; return the work to wait for."""
+        """Receive a message from any rank into the single tensor in ``tensors``; return the ``Work``."""
         return self._receive(tensors, range(self._size), tag) or self._gloo.recv_anysource(list(tensors), tag)
 
     def _receive(self, tensors: Tensors, ranks: Sequence[int], tag: int) -> Work | None:
-        """Receive a message through shared memory, and return the work; return None if gloo must receive."""
+        """Receive a message through shared memory, and return the ``Work``; return None if gloo must receive."""
         _check("recv", tensors, tag)
         if self._messages is not None:
             check_written("recv", tensors)

@@ -73,11 +73,11 @@ class PendingWork(_Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the collective is done or has failed."""
+        """Whether the collective is done or has failed."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Return whether the collective is done without an error."""
+        """Whether the collective is done without an error."""
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:

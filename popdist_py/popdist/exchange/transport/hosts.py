@@ -190,7 +190,7 @@ def num_in_a_row(machines: list[str]) -> int:
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """Return the number of ranks of each machine; 1 if machines differ, or several have no power of two."""
+    """Return the number of ranks of each machine; 1 if it differs, or is no power of two on several machines."""
     num_local = num_in_a_row(machines)
     is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
     return num_local if is_node else 1

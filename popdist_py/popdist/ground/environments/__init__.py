@@ -58,7 +58,7 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """Return the assignment of a model's ``num_local_replicas`` replicas per instance; None means the job's.
+        """Return the assignment of replicas to instances, ``num_local_replicas`` to each; None: the job's number.
 
         Raises ContractError if poprun has given the instances another number.
         """

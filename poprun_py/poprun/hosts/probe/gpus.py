@@ -31,7 +31,7 @@ class FoundDevices:
 
 
 def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that variables in ``environment``, such as ``CUDA_VISIBLE_DEVICES``, make visible."""
+    """Return the GPUs that are left visible by the environment variables in ``environment`` that hide GPUs."""
     return find_devices(environment).gpus
 
 

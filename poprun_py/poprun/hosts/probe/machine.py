@@ -155,7 +155,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]:
-    """Return the cache and NUMA node of each online core in ``allowed``; unknown cores count as one cache."""
+    """Return the cache and NUMA node of each online core in ``allowed``; cores with unknown caches share one."""
     online = _numbers(os.path.join(system, "cpu", "online")) or allowed
     node_of = _node_of_cores(os.path.join(system, "node"))
     return tuple(

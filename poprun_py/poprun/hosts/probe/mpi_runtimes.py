@@ -19,7 +19,7 @@ _VERSIONS: Final = (
 
 
 def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, ...]]:
-    """Return the first MPICH or Open MPI in ``path`` or ``own_folder``, and all other MPIs found before it."""
+    """Return the first MPICH or Open MPI in ``path`` or ``own_folder``, and launchers of other MPIs before it."""
     unknown: list[str] = []
     for launcher in _candidates([*path.split(os.pathsep), own_folder]):
         runtime = read_version(launcher, answer_of((launcher, "--version"), _VERSION_SECONDS) or "")

@@ -68,7 +68,7 @@ class StepLines:
         self._waiting: dict[tuple[int, ...], bytes] = {}  # the last step that was not shown
 
     def show(self, instances: tuple[int, ...], lines: bytes, now_seconds: float) -> bytes:
-        """Return those of ``lines`` to show now; of a progress bar, show at most one update per second."""
+        """Return the part of ``lines`` to show now: of a progress bar, show at most one update per second."""
         has_bar = instances in self._shown_at_seconds
         if not (has_bar or b"\r" in lines or _CURSOR_UP in lines):
             return lines

@@ -87,7 +87,7 @@ class LogFiles:
 
 @contextmanager
 def _made_folder(above: int, name: str) -> Iterator[int]:
-    """A context with the descriptor of the folder ``name`` in the folder ``above``; first make it if missing."""
+    """A context with the descriptor of the folder ``name`` in the folder ``above``; makes a missing folder."""
     descriptor = open_below(above, name, FOLDER, makes_folder=True)
     try:
         yield descriptor

@@ -83,7 +83,7 @@ class OutputStream:
 
 
 class Display:
-    """All instances' output on poprun's stdout or stderr: with prefixes, equal lines only once, progress bars."""
+    """A writer of all instances' lines to poprun's stdout or stderr; it adds prefixes and draws progress bars."""
 
     def __init__(
         self, stream: str, output: OutputStream, tags: Tags, row: "BottomRow | None", folder: "Folder | None"
@@ -112,7 +112,7 @@ class Display:
             self._write_folded(self._folder.due(time.monotonic()))
 
     def end(self, instance: int) -> None:
-        """Show the lines and progress bars of ``instance`` that still wait, because it prints no more."""
+        """Show the lines and progress bars of ``instance`` that still wait, because the instance has ended."""
         if self._folder is not None:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:

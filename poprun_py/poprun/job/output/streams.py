@@ -49,7 +49,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """Return the descriptors of stdin, stdout and stderr for ``instance``; [] if it uses ``sockets``."""
+        """Return the descriptors of an instance's stdin, stdout and stderr; [] if these are ``sockets``."""
         if sockets:
             self._fed = sockets.get(_STDIN, self._fed)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
