@@ -26,8 +26,8 @@ def find_network(plan: LaunchPlan, environ: Mapping[str, str], verbosity: int) -
             "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
             "batch script (--emit sbatch writes one), or in the shell of salloc, or leave --launcher out"
         )
-    here = names_of_this_machine(plan.hosts) & set(plan.hosts)
-    if here == set(plan.hosts):
+    local_names = names_of_this_machine(plan.hosts) & set(plan.hosts)
+    if local_names == set(plan.hosts):
         if plan.cache_directory is not None and (problem := own_folder_problem(plan.cache_directory)):
             raise PlanError(f"--executable-cache-path: {problem}")
         return None
@@ -39,8 +39,8 @@ def find_network(plan: LaunchPlan, environ: Mapping[str, str], verbosity: int) -
     raise_open_files(plan.num_instances)  # each connection to a host needs open files
     network, reason = _examine(plan)
     routes = [f"{route.interface} {route.address} ({route.name})" for route in network.hosts]
-    shown = ", ".join([*routes[:_MAX_SHOWN_ROUTES], *(["..."] if len(routes) > _MAX_SHOWN_ROUTES else [])])
-    screen.log(f"hosts talk over {shown}: {reason}")
+    shown_routes = ", ".join([*routes[:_MAX_SHOWN_ROUTES], *(["..."] if len(routes) > _MAX_SHOWN_ROUTES else [])])
+    screen.log(f"hosts talk over {shown_routes}: {reason}")
     if verbosity:
         passed = sorted(passed_environment(environ, plan.passed_names()))
         screen.log(f"variables that go to other hosts: {', '.join(passed)}")

@@ -67,23 +67,23 @@ def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], s
     """Choose each host's address: an address in ``subnet`` if it is given, otherwise the address that ssh uses."""
     if subnet is not None:
         network = ipaddress.ip_network(subnet)
-        found = {
+        candidates = {
             host: [place for place in own if ipaddress.ip_address(place[1]) in network]
             for host, own in places.items()
         }
-        lack, reason = f"no address in --host-subnet {subnet}", f"--host-subnet {subnet}"
+        missing, reason = f"no address in --host-subnet {subnet}", f"--host-subnet {subnet}"
     else:
         version = _family(places, reached)
-        found = {host: _usable(own, reached.get(host), version) for host, own in places.items()}
-        lack, reason = f"no IPv{version} address", "the way that ssh takes" if reached else "the first address"
+        candidates = {host: _usable(own, reached.get(host), version) for host, own in places.items()}
+        missing, reason = f"no IPv{version} address", "the way that ssh takes" if reached else "the first address"
     remedy = "give --host-subnet a subnet that all hosts are in"
     return RouteChoice(
         routes={
             host: HostRoute(name=host, interface=own[0][0], address=own[0][1])
-            for host, own in found.items()
+            for host, own in candidates.items()
             if own
         },
-        problems=tuple(Problem(host, f"it has {lack}", remedy) for host, own in found.items() if not own),
+        problems=tuple(Problem(host, f"it has {missing}", remedy) for host, own in candidates.items() if not own),
         reason=reason,
     )
 
@@ -109,28 +109,28 @@ def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str],
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
 
-async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> tuple[JobNetwork, str]:
-    found, problems = await _Examiner(plan, here).examine()
+async def _examine(plan: LaunchPlan, this_machine: str, log_line: Callable[[str], None]) -> tuple[JobNetwork, str]:
+    result, problems = await _Examiner(plan, this_machine).examine()
     lacking = list(dict.fromkeys(problem.host for problem in problems if problem.lacks_environment))
     if lacking and plan.remote.synchronises_venv:
         folder = _environment_folder()
-        tell(f"copying {folder} to {fold_hosts(lacking)}")
+        log_line(f"copying {folder} to {fold_hosts(lacking)}")
         problems = await _copy_environment(folder, lacking, plan.remote.ssh_config)
         if not problems:
-            found, problems = await _Examiner(plan, here).examine()
-    if found is None:
+            result, problems = await _Examiner(plan, this_machine).examine()
+    if result is None:
         order = {host: number for number, host in enumerate(plan.hosts)}
         ordered = sorted(problems, key=lambda problem: order.get(problem.host, -1))
         raise HostsError(render_problems(ordered, len(plan.hosts)))
-    return found
+    return result
 
 
 def forget_key(plan: LaunchPlan, key: JobKey, here: Collection[str]) -> None:
     """Make each host delete the file with the job's key, because no instance was started that would delete it."""
 
     async def ask() -> None:
-        own = next(iter(here), _HERE)
-        connections = HostConnections(dict.fromkeys((own, *plan.hosts)), own, plan.remote)
+        this_machine = next(iter(here), _HERE)
+        connections = HostConnections(dict.fromkeys((this_machine, *plan.hosts)), this_machine, plan.remote)
         try:
             await _forget(connections, plan, key, _FACTS_SECONDS)
         finally:
@@ -198,22 +198,22 @@ class _Examiner:
         return await self._ask(dict.fromkeys((self._here, *plan.hosts), question), _FACTS_SECONDS)
 
     def _record_problems(self, answers: Mapping[str, Answer]) -> None:
-        here = answers.get(self._here)
-        if here is None:
+        own_answer = answers.get(self._here)
+        if own_answer is None:
             return
         for name, answer in answers.items():
             if name in self._plan.hosts:
-                self._problems += problems_of(name, answer, self._plan, here, sys.prefix)
+                self._problems += problems_of(name, answer, self._plan, own_answer, sys.prefix)
         if self._here not in self._plan.hosts:
-            self._problems += limits_of_open_mpi(self._here, here, self._plan)
+            self._problems += limits_of_open_mpi(self._here, own_answer, self._plan)
         self._problems += name_problems(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
         """Check that all hosts without a problem have the cores and the cache folder that the job needs."""
         bad = {problem.host for problem in self._problems}
-        asked = [name for name in answers if name in self._plan.hosts and name not in bad]
+        names = [name for name in answers if name in self._plan.hosts and name not in bad]
         question = {"ask": "slots", "folders": list(_FOLDERS), "cache": self._plan.cache_directory or ""}
-        for name, slots in (await self._ask(dict.fromkeys(asked, question), _SLOTS_SECONDS)).items():
+        for name, slots in (await self._ask(dict.fromkeys(names, question), _SLOTS_SECONDS)).items():
             self._problems += judge_slots(name, slots, self._plan)
 
     async def _hand_over(self, key: JobKey) -> None:
@@ -279,15 +279,15 @@ def _environment_folder() -> str:
 
 async def _copy_environment(folder: str, hosts: Sequence[str], ssh_config: str | None) -> list[Problem]:
     """Copy ``folder`` to each of ``hosts`` with rsync over ssh; return a problem for each failed copy."""
-    turns = asyncio.Semaphore(_MAX_COPIES)
+    free_copies = asyncio.Semaphore(_MAX_COPIES)
 
     async def copy(host: str) -> Problem | None:
-        async with turns:
-            words = await _rsync(folder, host, ssh_config)
-        if not words:
+        async with free_copies:
+            error = await _rsync(folder, host, ssh_config)
+        if not error:
             return None
         remedy = "see that rsync is installed there and the folder may be written"
-        return Problem(host, f"rsync could not copy {folder} to it: {words}", remedy)
+        return Problem(host, f"rsync could not copy {folder} to it: {error}", remedy)
 
     return [problem for problem in await asyncio.gather(*map(copy, hosts)) if problem is not None]
 
@@ -297,9 +297,9 @@ async def _rsync(folder: str, host: str, ssh_config: str | None) -> str:
     ssh = " ".join(("ssh", *ssh_options(ssh_config)))
     options = ("--archive", "--delete", "--mkpath", f"--timeout={_SILENCE_SECONDS}", f"--rsh={ssh}")
     target = f"[{host}]" if ":" in host else host
-    words = ("rsync", *options, "--", f"{folder}/", f"{target}:{folder}/")
+    command = ("rsync", *options, "--", f"{folder}/", f"{target}:{folder}/")
     try:
-        process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
+        process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
     except FileNotFoundError:
         raise HostsError(
             f"--synchronise-python-venv: there is no rsync here to copy {folder} to {host}: install it"

@@ -135,21 +135,25 @@ def limits_of_open_mpi(host: str, answer: Mapping[str, Any], plan: LaunchPlan) -
 
 
 def _package_problems(
-    host: str, answer: Mapping[str, Any], here: Mapping[str, Any], environment: str
+    host: str, answer: Mapping[str, Any], own_answer: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
-    for folder, version in here["packages"].items():
-        found = answer["packages"].get(folder, version)  # a host without the package may not need the package
-        if found != version:
-            cause = f"{os.path.basename(folder)} is {found} there, {version} here, in {os.path.dirname(folder)}"
+    for folder, version in own_answer["packages"].items():
+        other = answer["packages"].get(folder, version)  # a host without the package may not need the package
+        if other != version:
+            cause = f"{os.path.basename(folder)} is {other} there, {version} here, in {os.path.dirname(folder)}"
             yield Problem(host, cause, *_remedy_of_copy(folder, environment))
 
 
-def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any], environment: str) -> Problem:
-    folder = next(folder for folder, digest in here["sources"].items() if answer["sources"][folder] != digest)
+def _other_popdist(
+    host: str, answer: Mapping[str, Any], own_answer: Mapping[str, Any], environment: str
+) -> Problem:
+    folder = next(
+        folder for folder, digest in own_answer["sources"].items() if answer["sources"][folder] != digest
+    )
     if not answer["sources"][folder]:
         cause = f"there is no {os.path.basename(folder)} in {folder}"
-    elif answer["version"] and answer["version"] != here["version"]:
-        cause = f"poprun and popdist are {answer['version']} there, {here['version']} here"
+    elif answer["version"] and answer["version"] != own_answer["version"]:
+        cause = f"poprun and popdist are {answer['version']} there, {own_answer['version']} here"
     else:
         cause = f"{os.path.basename(folder)} is not the same there as here, in {folder}"
     return Problem(host, cause, *_remedy_of_copy(folder, environment))
@@ -164,19 +168,19 @@ def _remedy_of_copy(folder: str, environment: str) -> tuple[str, bool]:
     )
 
 
-def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iterator[Problem]:
-    found = read_version(wanted.path, answer["mpi"])
+def _mpi_problems(host: str, runtime: MpiRuntime, answer: Mapping[str, Any]) -> Iterator[Problem]:
+    other_runtime = read_version(runtime.path, answer["mpi"])
     if ":" in host:
         cause = "the MPI launchers do not take an IPv6 address in place of a name"
         yield Problem(host, cause, "name it in /etc/hosts or ~/.ssh/config, and use that name")
-    elif wanted.kind is MpiKind.MPICH and not any(_is_outer_ipv4(address) for _, address in answer["addresses"]):
+    elif runtime.kind is MpiKind.MPICH and not any(_is_outer_ipv4(address) for _, address in answer["addresses"]):
         cause = "it has no IPv4 address, and MPICH's launcher knows no IPv6"
         yield Problem(host, cause, "give it one, or use Open MPI")
-    if found is None:
-        cause = f"there is no MPI at {wanted.path}"
-        yield Problem(host, cause, f"install {wanted.name} there", lacks_environment=True)
-    elif found.name != wanted.name:
-        cause = f"{wanted.path} is {found.name} there, {wanted.name} here"
+    if other_runtime is None:
+        cause = f"there is no MPI at {runtime.path}"
+        yield Problem(host, cause, f"install {runtime.name} there", lacks_environment=True)
+    elif other_runtime.name != runtime.name:
+        cause = f"{runtime.path} is {other_runtime.name} there, {runtime.name} here"
         yield Problem(host, cause, "install the same on both", lacks_environment=True)
 
 
@@ -241,10 +245,10 @@ def _is_loopback(address: str) -> bool:
 
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
     """Return the problem of a host that did not answer; ``code`` is ssh's exit code, or None after a timeout."""
-    said = words.splitlines()[-1] if words else ""
+    last_line = words.splitlines()[-1] if words else ""
     if in_slurm:
         ended = "no answer in time" if code is None else f"exit code {code}"
-        cause = f"srun could not ask it: {said or ended}"
+        cause = f"srun could not ask it: {last_line or ended}"
         remedy = f"see that this works: srun --overlap --nodelist={{host}} {python_file} --version"
         return Problem(host, cause, remedy)
     if code is None:
@@ -256,10 +260,10 @@ def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_s
         remedy = "make the same environment there, or have poprun do so: --synchronise-python-venv yes"
         return Problem(host, cause, remedy, lacks_environment=True)
     if code != _SSH_FAILED:
-        cause = f"{python_file} ended there with exit code {code}{said and f': {said}'}"
+        cause = f"{python_file} ended there with exit code {code}{last_line and f': {last_line}'}"
         return Problem(host, cause, f"see that this works: ssh {{host}} {python_file} --version")
     for pattern, cause, remedy in _SSH_CAUSES:
         if match := re.search(pattern, words, re.IGNORECASE):
             return Problem(host, match.expand(cause), remedy)
-    cause = f"ssh failed: {said or f'exit code {code}'}"
+    cause = f"ssh failed: {last_line or f'exit code {code}'}"
     return Problem(host, cause, "see that this works: ssh {host} true")

@@ -47,29 +47,29 @@ class HostConnections:
     """poprun's connections to all hosts of a job; a host that has failed to answer is not asked again."""
 
     def __init__(self, names: Iterable[str], here: str, remote: RemoteSettings) -> None:
-        words = {
+        commands = {
             name: _COMMAND if name == here else remote_words(remote.ssh_config, remote.slurm_job, name, _COMMAND)
             for name in names
         }
-        self._connections = {name: _HostConnection(argv) for name, argv in words.items()}
-        self._own = self._connections[here]
+        self._connections = {name: _HostConnection(argv) for name, argv in commands.items()}
+        self._own_connection = self._connections[here]
 
     async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
         """Send each host its question in ``questions``; return answers and failures. Skip hosts that failed."""
         # the time limit grows if this machine is busy, which its own slow first answer shows
-        asked = {
+        tasks = {
             name: asyncio.create_task(self._connections[name].ask(question))
             for name, question in questions.items()
             if name in self._connections
         }
-        if asked:
-            _, pending = await asyncio.wait(asked.values(), timeout=seconds)
-            slowness = self._own.first_answer_seconds / _USUAL_SECONDS
+        if tasks:
+            _, pending = await asyncio.wait(tasks.values(), timeout=seconds)
+            slowness = self._own_connection.first_answer_seconds / _USUAL_SECONDS
             if pending and slowness > 1:
                 await asyncio.wait(pending, timeout=seconds * (slowness - 1))
         answers: dict[str, Answer] = {}
         failures: dict[str, NoAnswerError] = {}
-        for name, task in asked.items():
+        for name, task in tasks.items():
             if not task.done():
                 task.cancel()
                 failures[name] = NoAnswerError(None, "")
@@ -91,9 +91,9 @@ class HostConnections:
 class _HostConnection:
     """A process on one host, started by the first question, that answers poprun's questions about the host."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self.first_answer_seconds = 0.0  # time until the first answer; 0 before the first answer
-        self._words = words
+        self._command = command
         self._process: Process | None = None
 
     async def ask(self, question: Answer) -> Answer:
@@ -123,10 +123,10 @@ class _HostConnection:
     async def _start(self) -> Process:
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._words, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_MAX_LINE_BYTES, start_new_session=True
+                *self._command, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_MAX_LINE_BYTES, start_new_session=True
             )
         except OSError as error:
-            raise NoAnswerError(127, f"{self._words[0]}: {error.strerror}") from None
+            raise NoAnswerError(127, f"{self._command[0]}: {error.strerror}") from None
         self._process = process
         _send(process, f"{len(_PROGRAM)}\n".encode() + _PROGRAM)
         return process

@@ -43,9 +43,9 @@ _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
 def main() -> None:
     """Answer each question on standard input until the input ends or ``_LONGEST_SECONDS`` have passed."""
-    end = threading.Timer(_LONGEST_SECONDS, os._exit, (1,))
-    end.daemon = True
-    end.start()
+    timer = threading.Timer(_LONGEST_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
     for line in sys.stdin:
         question = json.loads(line)
         answer = _ANSWERS[question["ask"]](question)
@@ -96,13 +96,13 @@ def version(file: str) -> str:
 
 def package_versions(patterns: list[str]) -> dict[str, str]:
     """Return packages' versions by folder, for patterns such as ``/env/lib/python3*/site-packages/torch``."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for folder in {path for pattern in patterns for path in glob.glob(pattern)}:
         for file in ("version.py", "__init__.py"):
             with contextlib.suppress(OSError), open(os.path.join(folder, file), encoding="utf-8") as source:
                 if match := _PACKAGE_VERSION.search(source.read()):
-                    found.setdefault(folder, match[1])
-    return found
+                    versions.setdefault(folder, match[1])
+    return versions
 
 
 def mpi_version(launcher: str) -> str:
@@ -147,14 +147,14 @@ def write_problem(folder: str) -> str:
 
 def addresses() -> list[tuple[str, str]]:
     """Return this host's addresses as (interface, address), first IPv4, then IPv6 without link-local addresses."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        room = array.array("B", bytes(_IFREQ_BYTES * _MAX_ADDRESSES))
-        request = struct.pack("iL", len(room), room.buffer_info()[0])
-        (filled,) = struct.unpack_from("i", fcntl.ioctl(asked.fileno(), _SIOCGIFCONF, request))
+    pairs = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        buffer = array.array("B", bytes(_IFREQ_BYTES * _MAX_ADDRESSES))
+        request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+        (filled,) = struct.unpack_from("i", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
     for at in range(0, filled, _IFREQ_BYTES):
-        name = room[at : at + 16].tobytes().partition(b"\0")[0].decode()
-        found.append((name, socket.inet_ntoa(room[at + 20 : at + 24].tobytes())))
+        name = buffer[at : at + 16].tobytes().partition(b"\0")[0].decode()
+        pairs.append((name, socket.inet_ntoa(buffer[at + 20 : at + 24].tobytes())))
     try:
         with open("/proc/net/if_inet6", encoding="ascii") as table:
             rows = [line.split() for line in table]
@@ -162,13 +162,13 @@ def addresses() -> list[tuple[str, str]]:
         rows = []
     for digits, _, _, scope, _, name in rows:
         if scope != "20":
-            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found
+            pairs.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return pairs
 
 
 def resolve(names: list[str]) -> dict[str, list[str]]:
     """Return the IP addresses of each name that this host can resolve; give up after 3 s for all names."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
 
     def stop(*_: object) -> None:
         raise TimeoutError
@@ -178,16 +178,16 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
     try:
         for name in names:
             try:
-                found[name] = sorted(
+                results[name] = sorted(
                     {str(entry[4][0]) for entry in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)}
                 )
             except (socket.gaierror, UnicodeError):
-                found[name] = []
+                results[name] = []
     except TimeoutError:
-        return found
+        return results
     finally:
         signal.alarm(0)
-    return found
+    return results
 
 
 def slots(question: dict[str, Any]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class AgentLinks:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(abstract_address(name))
         listener.listen(socket.SOMAXCONN)
-        self._listen(listener, self._take_process)
+        self._listen(listener, self._accept_process)
         return name
 
     def _listen_to_hosts(self, network: "JobNetwork") -> str:
@@ -120,7 +120,7 @@ class AgentLinks:
         self._listen(listener, self._proofs.begin)
         return tcp_address(host, listener.getsockname()[1])
 
-    def _listen(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
+    def _listen(self, listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
         def accept() -> tuple[()]:
             try:
                 connection = listener.accept()[0]
@@ -131,7 +131,7 @@ class AgentLinks:
                 self._stop_listening(listener)  # the programs already run and need no new connection
                 log(f"warning: no monitor can connect to this job any more: {reason}")
             else:
-                take(connection)
+                handle(connection)
             return ()
 
         self._listeners.append(listener)
@@ -142,7 +142,7 @@ class AgentLinks:
         self._selector.unregister(listener)
         listener.close()
 
-    def _take_process(self, connection: socket.socket) -> None:
+    def _accept_process(self, connection: socket.socket) -> None:
         if peer_user(connection) == os.getuid():
             self._admit(Link(connection))
         else:
@@ -185,13 +185,13 @@ class AgentLinks:
         """Identify by its first ``message`` the process connected by ``link``; yield the message of an agent."""
         match message:
             case {"event": "view"}:
-                self._let_go(link)
+                self._stop_receiving(link)
                 self._add_viewer(link)
-            case {"event": "agent_lost" | "runtime_lost" as kind, "instance": index} if self._has(index):
+            case {"event": "agent_lost" | "runtime_lost" as kind, "instance": index} if self._is_instance(index):
                 self._drop(link)
                 if kind == "runtime_lost" or index not in self._agents or link.is_sealed:
                     yield index, message
-            case {"event": "hello", "instance": index} if self._has(index) and index not in self._agents:
+            case {"event": "hello", "instance": index} if self._is_instance(index) and index not in self._agents:
                 self._peers[link] = IntroducedAgent(index)
                 self._agents[index] = link
                 self._hellos[index] = message
@@ -199,7 +199,7 @@ class AgentLinks:
                     notice_death(link.connection)
                 yield from self._pass_hello_on(index)
             case {"event": "stream", "instance": index, "stream": number} if self._awaits_stream(index, number):
-                self._let_go(link)
+                self._stop_receiving(link)
                 link.connection.settimeout(None)
                 self._streams.setdefault(index, {})[number] = link.connection
                 yield from self._pass_hello_on(index)
@@ -208,10 +208,10 @@ class AgentLinks:
                 self._drop(link)
 
     def _refuse_event(self, message: dict[str, Any]) -> None:
-        whose = f"{message.get('instance')!r:.20}"
-        self._refuse(f"the event {message['event']} of {whose} at a time that is not its")
+        sender = f"{message.get('instance')!r:.20}"
+        self._refuse(f"the event {message['event']} of {sender} at a time that is not its")
 
-    def _has(self, index: int) -> bool:
+    def _is_instance(self, index: int) -> bool:
         return index in range(self._num_instances)
 
     def _pass_hello_on(self, instance: int) -> Iterator[Event]:
@@ -226,7 +226,7 @@ class AgentLinks:
         return ({0, 1, 2} if instance == 0 else {1, 2}) - set(self._streams.get(instance, ()))
 
     def _awaits_stream(self, instance: int, number: int) -> bool:
-        return self._has(instance) and number in self._missing_streams(instance)
+        return self._is_instance(instance) and number in self._missing_streams(instance)
 
     def _add_viewer(self, link: Link) -> None:
         from poprun.job.monitors import Viewers
@@ -234,7 +234,7 @@ class AgentLinks:
         self.viewers = self.viewers or Viewers()
         self.viewers.add(link)
 
-    def _let_go(self, link: Link) -> None:
+    def _stop_receiving(self, link: Link) -> None:
         """Stop receiving messages from the connection ``link``, but leave the connection open."""
         self._selector.unregister(link)
         del self._peers[link]

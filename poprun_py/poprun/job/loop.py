@@ -163,11 +163,11 @@ class Attempt:
         if kind == "hello":
             self._handle_hello(instance, event)
         elif kind == "left":
-            self._tell_left(instance, event)
+            self._warn_of_left_processes(instance, event)
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
             self._signals.is_terminated = True
 
-    def _tell_left(self, instance: int, event: dict[str, Any]) -> None:
+    def _warn_of_left_processes(self, instance: int, event: dict[str, Any]) -> None:
         """Warn the user of child processes that an instance left running when it ended without an error."""
         seconds = self._plan.ending.stop_timeout_seconds
         what = f"instance {instance} has ended and left running: {', '.join(event['processes'][:_MOST_LEFT])}"

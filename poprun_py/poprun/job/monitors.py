@@ -23,7 +23,7 @@ from poprun.plan.plan import LaunchPlan
 
 _VIEW_SECONDS: Final = 0.5
 _MAX_LINE: Final = 200
-_MAX_SAID: Final = 32 * 1024  # a socket can buffer a text of this size and a view
+_MAX_TEXT: Final = 32 * 1024  # a socket can buffer a text of this size and a view
 _STDERR: Final = 2
 _LEAVE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.01
@@ -83,13 +83,13 @@ class Viewers:
     def __init__(self) -> None:
         self._links: list[Link] = []
         self._next_seconds = 0.0
-        self._said = ""
+        self._unsent_text = ""
 
     def add_text(self, text: str) -> bool:
         """Send ``text``, cut if too long, to all monitors with the next update. Return False without monitors."""
         if not self._links:
             return False
-        self._said = f"{self._said}{text}\n"[:_MAX_SAID]
+        self._unsent_text = f"{self._unsent_text}{text}\n"[:_MAX_TEXT]
         self._next_seconds = 0.0
         return True
 
@@ -111,8 +111,8 @@ class Viewers:
         if not self._links or now_seconds < self._next_seconds + wait_seconds:
             return
         self._next_seconds = now_seconds + _VIEW_SECONDS
-        view = replace(job_view(record, last_line, now_seconds), said=self._said.rstrip("\n"))
-        self._said = ""
+        view = replace(job_view(record, last_line, now_seconds), said=self._unsent_text.rstrip("\n"))
+        self._unsent_text = ""
         data = encode(view.to_message())
         for link in tuple(self._links):
             try:
@@ -129,9 +129,9 @@ class MonitorProcess:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         null = os.open(os.devnull, os.O_RDWR)
-        words = (sys.executable, "-P", "-m", "poprun.observe.show.monitor.top", str(os.getpid()))
+        command = (sys.executable, "-P", "-m", "poprun.observe.show.monitor.top", str(os.getpid()))
         streams = (null, _STDERR, _STDERR)
-        pid = start_process(ProcessStart(words, os.getcwd(), environ, streams, signal.SIGTERM))
+        pid = start_process(ProcessStart(command, os.getcwd(), environ, streams, signal.SIGTERM))
         os.close(null)
         self._key = key_of(pid)
 

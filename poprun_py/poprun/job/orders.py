@@ -21,7 +21,7 @@ from poprun.plan.program_environment import interface_environment, passed_enviro
 if TYPE_CHECKING:
     from poprun.launch.routes import HostRoute
 
-_VAIN_SECONDS: Final = 0.3  # time to end for a program that cannot save its state any more
+_UNSAVED_SECONDS: Final = 0.3  # time to end for a program that cannot save its state any more
 _COUNTERS: Final = "poprun.observe.account.machine_counters"  # each agent loads this module on its host
 
 
@@ -34,8 +34,8 @@ def start_order(
 ) -> Message:
     """Return the message that makes an agent (poprun's process on a host) start the program of an instance."""
     _, master, coordinator, store = endpoints[0]
-    given = identity.devices_of(plan, index)
-    binding = plan.instance(index, given).binding
+    leased = identity.devices_of(plan, index)
+    binding = plan.instance(index, leased).binding
     start = StartFacts(
         job_id=identity.job_id,
         restart_count=identity.restart_count,
@@ -43,7 +43,7 @@ def start_order(
         store=store,
         coordinator=coordinator,
         workers=[endpoints[worker][0] for worker in workers_of(plan)],
-        devices=given.devices,
+        devices=leased.devices,
     )
     route = identity.route(plan, index)
     return {
@@ -73,8 +73,8 @@ def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
     """Return the message that makes agents (the programs' parents) end their programs, sooner after a failure."""
     seconds = plan.ending.stop_timeout_seconds
     # JAX and TensorFlow delay the end after SIGTERM until all programs save, which is impossible after a failure.
-    in_vain = min(seconds, _VAIN_SECONDS) if has_failed else seconds
-    return {"order": "stop", "grace_seconds": seconds, "grace_seconds_in_vain": in_vain}
+    seconds_in_vain = min(seconds, _UNSAVED_SECONDS) if has_failed else seconds
+    return {"order": "stop", "grace_seconds": seconds, "grace_seconds_in_vain": seconds_in_vain}
 
 
 def _added_environment(

@@ -68,8 +68,8 @@ def _after_lost_runtime(
     if status.state is InstanceState.ENDED:
         return status
     is_awaited = status.state is InstanceState.AWAITED  # no agent exists whose end could come later
-    known = replace(status, state=InstanceState.ENDED) if is_awaited else status
-    return _with_problem(known, RUNTIME_KILLED, now_seconds)
+    changed = replace(status, state=InstanceState.ENDED) if is_awaited else status
+    return _with_problem(changed, RUNTIME_KILLED, now_seconds)
 
 
 def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
@@ -195,8 +195,8 @@ _IDLE_SHARE: Final = 0.05  # of a processor's time: a process that waits in torc
 class _FailureQuestion:
     """The question to all running programs after the first failure: in which collective does the program wait?"""
 
-    def __init__(self, asked: Iterable[int], now_seconds: float) -> None:
-        self._awaited = set(asked)
+    def __init__(self, instances: Iterable[int], now_seconds: float) -> None:
+        self._awaited = set(instances)
         self._deadline_seconds = now_seconds + EVIDENCE_SECONDS
 
     def note_answer(self, instance: int) -> None:
@@ -346,18 +346,18 @@ class Record:
 
     def ask(self, now_seconds: float) -> list[int]:
         """Return the instances to ask, after a failure, in which collective they wait; expect their answers."""
-        asked = self._recording()
-        self._question = _FailureQuestion(asked, now_seconds)
+        instances = self._recording_instances()
+        self._question = _FailureQuestion(instances, now_seconds)
         for status in self.statuses:
             if status.state is InstanceState.RUNNING:
                 self.evidence.pop(status.index, None)  # the evidence of an earlier hang
-        return asked
+        return instances
 
     def awaits_evidence(self, now_seconds: float) -> bool:
         """Whether an instance that poprun asked after a failure may still answer within the time limit."""
         return self._question is not None and self._question.is_open(now_seconds)
 
-    def _recording(self) -> list[int]:
+    def _recording_instances(self) -> list[int]:
         """Return the instances whose programs run and record their collectives with torch's flight recorder."""
         statuses = self.statuses
         running = (status for status in statuses if status.state is InstanceState.RUNNING)
@@ -413,7 +413,7 @@ class Record:
             is_hang_told=self.hang_watch.is_told,
             is_hang_suspected=self.hang_watch.is_suspected,
             awaits_stacks=awaits_stacks,
-            has_recorders=failed is not None and self._question is None and bool(self._recording()),
+            has_recorders=failed is not None and self._question is None and bool(self._recording_instances()),
             awaits_evidence=self.awaits_evidence(now_seconds),
             awaits_culprit=awaits_culprit,
             has_lost_shim=start_watch.has_lost_one,

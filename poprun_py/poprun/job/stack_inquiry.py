@@ -34,8 +34,8 @@ class StackInquiry:
         self.hang = hang  # the hang that caused the request; None if the user asked
         self._hang_timeout_seconds = hang_timeout_seconds
         self._parallelism = parallelism
-        self._asked = tuple(dict.fromkeys((*first, *running)))
-        self._awaited = set(self._asked)
+        self._instances = tuple(dict.fromkeys((*first, *running)))
+        self._awaited = set(self._instances)
         self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
         for index in running:
             send_order(index, {"order": "stacks", "most_helpers": _MOST_HELPERS})
@@ -70,7 +70,7 @@ class StackInquiry:
         answers = self._answers(evidence)
         stacks = {
             index: answers.get(index) or Stacks(processes=(_without_answer(statuses[index]),))
-            for index in self._asked
+            for index in self._instances
         }
         max_groups = None if self.hang is None else _MAX_GROUPS_OF_HANG
         lines = render_stacks(stacks, read_line, max_groups, self._parallelism)
@@ -78,13 +78,13 @@ class StackInquiry:
 
     def _answers(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, Stacks]:
         """Return the stacks of the programs that have answered this request; skip older stacks in ``evidence``."""
-        answered = (index for index in self._asked if index not in self._awaited and index in evidence)
+        answered = (index for index in self._instances if index not in self._awaited and index in evidence)
         return {index: evidence[index].stacks for index in answered}
 
     def _heading(self, statuses: Sequence[InstanceStatus], findings: Sequence[str]) -> list[str]:
         if self.hang is not None:
             return describe_hang(self.hang, statuses, self._parallelism, findings)
-        return ["where the instances stand, the latest call last" if self._asked else "no program runs"]
+        return ["where the instances stand, the latest call last" if self._instances else "no program runs"]
 
     def _last_lines(self) -> list[str]:
         if self.hang is None:

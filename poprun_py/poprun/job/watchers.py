@@ -63,7 +63,7 @@ class Monitors(Watcher):
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._own = _own_monitor(watched)
+        self._own_monitor = _start_own_monitor(watched)
 
     def update(self, now_seconds: float) -> None:
         """Send the job's present state to all connected monitors if the next update is due."""
@@ -76,16 +76,16 @@ class Monitors(Watcher):
         """Print ``text`` for the user; if a monitor draws on this terminal, the monitor prints the text."""
         viewers = self._watched.links.viewers
         is_shown = viewers is not None and viewers.add_text(text)
-        if not is_shown or self._own is None:
+        if not is_shown or self._own_monitor is None:
             log(text)
 
     def close(self) -> None:
         """Wait until the monitor on poprun's own terminal has cleared its drawing and ended."""
-        if self._own is not None:
-            self._own.wait()
+        if self._own_monitor is not None:
+            self._own_monitor.wait()
 
 
-def _own_monitor(watched: Watched) -> "MonitorProcess | None":
+def _start_own_monitor(watched: Watched) -> "MonitorProcess | None":
     if not watched.plan.output.has_monitor:
         return None
     from poprun.job.monitors import MonitorProcess
@@ -316,16 +316,16 @@ class Lone(Watcher):
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._is_told = False
+        self._has_warned = False
 
     def update(self, now_seconds: float) -> None:  # noqa: ARG002 - every watcher has this signature
         """Print one warning, while the instances run, if several instances train without each other."""
-        if not self._is_told and (number := num_lone(self._watched.record.statuses)) > 1:
+        if not self._has_warned and (number := num_lone(self._watched.record.statuses)) > 1:
             from poprun.observe.show.printed_report import describe_lone
 
-            self._is_told = True
+            self._has_warned = True
             log(describe_lone(number, self._watched.plan))
 
     def add_to(self, end: JobEnd) -> JobEnd:
         """Return ``end``, which then says whether the warning about independent instances was printed."""
-        return replace(end, has_told_lone=self._is_told)
+        return replace(end, has_told_lone=self._has_warned)

@@ -168,10 +168,10 @@ def _mpi(facts: InstallationFacts) -> Iterator[Finding]:
 
 
 def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
-    gpus, seen = facts.machine.gpus, facts.libraries.num_devices
+    gpus, num_visible = facts.machine.gpus, facts.libraries.num_devices
     for problem in facts.machine.gpu_problems:
-        said, _, remedy = problem.rpartition(": ")
-        yield Finding("GPUs", State.WARNING, said, remedy)
+        cause, _, remedy = problem.rpartition(": ")
+        yield Finding("GPUs", State.WARNING, cause, remedy)
     if not gpus:
         if not facts.machine.gpu_problems:
             yield Finding("GPUs", State.ABSENT, "none: virtual IPUs are shares of the cores")
@@ -184,11 +184,11 @@ def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
     found = f"{len(gpus)} ({kinds}){f', found by {source}' if source else ''}; {state}"
     # a process sees only one slice, even if the machine has several slices
     expected = 1 if any(maker.is_slice(gpu.name) for gpu in gpus) else len(gpus)
-    if seen == expected or not {"torch"} & {*facts.libraries.versions, *facts.libraries.problems}:
+    if num_visible == expected or not {"torch"} & {*facts.libraries.versions, *facts.libraries.problems}:
         yield Finding("GPUs", State.OK, found)
     else:
         remedy = f"install a torch that is built for devices of {maker.name}, and for this machine's driver"
-        yield Finding("GPUs", State.WARNING, f"{found}; torch sees {seen}", remedy)
+        yield Finding("GPUs", State.WARNING, f"{found}; torch sees {num_visible}", remedy)
 
 
 def _cores(facts: InstallationFacts) -> Iterator[Finding]:

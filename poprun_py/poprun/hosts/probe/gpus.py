@@ -37,10 +37,10 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 def find_devices(environment: Mapping[str, str], root: str = "/") -> FoundDevices:
     """Find the usable GPUs, but only of the first maker that has any; the files of drivers are below ``root``."""
-    found = [_devices_of(it, environment, root) for it in MAKERS.values() if _is_here(it, environment, root)]
-    usable = [it for it in found if it.gpus]
+    of_makers = [_devices_of(it, environment, root) for it in MAKERS.values() if _is_here(it, environment, root)]
+    usable = [it for it in of_makers if it.gpus]
     if not usable:
-        problems = tuple(problem for it in found for problem in it.problems)
+        problems = tuple(problem for it in of_makers for problem in it.problems)
         return FoundDevices(problems=problems)
     first, *others = usable
     problems = tuple(
@@ -92,9 +92,9 @@ def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer
         return (
             f"{maker.source} shows no {maker.name} GPU that this process may open: give the container its devices"
         )
-    said = next((line for line in answers[0].text.splitlines() if line.strip()), "").strip()[:_MOST_LETTERS]
+    message = next((line for line in answers[0].text.splitlines() if line.strip()), "").strip()[:_MOST_LETTERS]
     return (
-        f"{maker.source} finds no GPU, and says: {said or 'nothing'}: check the driver and the permissions, or "
+        f"{maker.source} finds no GPU, and says: {message or 'nothing'}: check the driver and the permissions, or "
         f"hide the GPUs with {'='.join(maker.hiding)}"
     )
 
@@ -128,11 +128,11 @@ def _read_files(patterns: Sequence[str], root: str) -> dict[str, str]:
     """Return the contents of all readable files below ``root`` that match ``patterns``, by path from ``root``."""
     from glob import glob
 
-    found = {}
+    contents = {}
     for path in (path for pattern in patterns for path in glob(_below(root, pattern))):
         with suppress(OSError, ValueError):
-            found[f"/{os.path.relpath(path, root)}"] = read_text(path)
-    return found
+            contents[f"/{os.path.relpath(path, root)}"] = read_text(path)
+    return contents
 
 
 def _below(root: str, path: str) -> str:

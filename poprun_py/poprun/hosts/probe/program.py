@@ -54,17 +54,17 @@ def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
 
 def script_of(program: Sequence[str]) -> str:
     """Return the script that ``program`` runs with Python or a shell; ``-`` for standard input, "" for none."""
-    if not program or not (known := re.fullmatch(_INTERPRETER, os.path.basename(program[0]))):
+    if not program or not (interpreter := re.fullmatch(_INTERPRETER, os.path.basename(program[0]))):
         return ""
     words = iter(program[1:])
     for word in words:
-        if word == "-" or (word == "-s" and known["shell"]):
+        if word == "-" or (word == "-s" and interpreter["shell"]):
             return "-"
         if not word.startswith("-"):
             return word
         if word in ("--help", "--version"):
             return ""
-        no_script, with_value = ("c", "[oO]") if known["shell"] else ("cmhV?", "[WX]")
+        no_script, with_value = ("c", "[oO]") if interpreter["shell"] else ("cmhV?", "[WX]")
         letters, *values = re.split(with_value, word, maxsplit=1)
         if not word.startswith("--") and set(no_script).intersection(letters):
             return ""
@@ -75,15 +75,15 @@ def script_of(program: Sequence[str]) -> str:
 
 def _places(program: str, working_directory: str, path: str) -> list[str]:
     """Return the paths at which the file ``program`` may be, in the order in which poprun searches."""
-    here = os.path.join(working_directory, program.removeprefix("./"))
+    in_working_directory = os.path.join(working_directory, program.removeprefix("./"))
     folders = [] if "/" in program else filter(None, path.split(os.pathsep))
-    return [*(os.path.join(working_directory, folder, program) for folder in folders), here]
+    return [*(os.path.join(working_directory, folder, program) for folder in folders), in_working_directory]
 
 
 def _find(program: str, working_directory: str, path: str) -> str | None:
-    *on_path, here = _places(program, working_directory, path)
+    *on_path, in_working_directory = _places(program, working_directory, path)
     found = (file for file in on_path if os.path.isfile(file) and os.access(file, os.X_OK))
-    return next(found, here if os.path.exists(here) else None)
+    return next(found, in_working_directory if os.path.exists(in_working_directory) else None)
 
 
 def _closed_folder(file: str) -> str:
@@ -209,14 +209,14 @@ def fabric_variables(
     # train alone. A script with other numbers would fail with these variables.
     file = next((word for word in program if word.endswith(".py")), "")
     calls = _calls(_source(file, working_directory))
-    given = _arguments_of_fabric(calls)
+    names = _arguments_of_fabric(calls)
     # a user who sets one of these variables must set all of them
-    if given is None or given & {"devices", "num_nodes"} or counts == (1, 1) or {_USED, _DEVICES} & user.keys():
+    if names is None or names & {"devices", "num_nodes"} or counts == (1, 1) or {_USED, _DEVICES} & user.keys():
         return {}
     variables = {_DEVICES: str(counts[0]), _NODES: str(counts[1])}
     if not any(_name(call.func) == "launch" for call in calls):  # the script relies on `fabric run` to launch
         variables[_USED] = "1"
-    if on_cpu and "accelerator" not in given:
+    if on_cpu and "accelerator" not in names:
         variables[_ACCELERATOR] = "cpu"
     return variables
 
@@ -242,11 +242,11 @@ def _calls(source: str) -> "list[ast.Call]":
 
 def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
     """Return the names of the arguments in calls of ``Fabric``; None if there is no call, or a call has ``**``."""
-    made = [call for call in calls if _name(call.func) == "Fabric"]
-    if not made or any(word.arg is None for call in made for word in call.keywords):  # **options may name all
+    fabrics = [call for call in calls if _name(call.func) == "Fabric"]
+    if not fabrics or any(word.arg is None for call in fabrics for word in call.keywords):  # ** may name all
         return None
-    named = {word.arg for call in made for word in call.keywords if word.arg}
-    placed = {name for name, place in _POSITIONS.items() if any(len(call.args) > place for call in made)}
+    named = {word.arg for call in fabrics for word in call.keywords if word.arg}
+    placed = {name for name, place in _POSITIONS.items() if any(len(call.args) > place for call in fabrics)}
     return named | placed
 
 
@@ -272,18 +272,18 @@ def words_for_own_python(program: Sequence[str], working_directory: str, said: S
     return f"{first} has no {missing}, and poprun's own Python has: write {write}"
 
 
-def _missing_module(said: Sequence[str]) -> str:
-    found = [match[1] for line in said if (match := re.search(_MISSING, line))]
-    return found[-1] if found else ""
+def _missing_module(output: Sequence[str]) -> str:
+    modules = [match[1] for line in output if (match := re.search(_MISSING, line))]
+    return modules[-1] if modules else ""
 
 
 def _missing_import(program: Sequence[str], working_directory: str) -> str:
     """Return torch or popdist if a Python file imports it but its Python cannot find it; otherwise ""."""
     if not re.fullmatch(_PYTHON, os.path.basename(program[0])):
         return ""
-    wanted = sorted(set(re.findall(_IMPORT, _source(script_of(program), working_directory), re.MULTILINE)))
-    asked = f"import importlib.util as u; print(*(n for n in {wanted!r} if u.find_spec(n) is None))"
-    answer = answer_of((program[0], "-c", asked), _ASK_SECONDS) if wanted else None
+    imported = sorted(set(re.findall(_IMPORT, _source(script_of(program), working_directory), re.MULTILINE)))
+    code = f"import importlib.util as u; print(*(n for n in {imported!r} if u.find_spec(n) is None))"
+    answer = answer_of((program[0], "-c", code), _ASK_SECONDS) if imported else None
     return next(iter((answer or "").split()), "")
 
 

@@ -15,13 +15,13 @@ _GIT_SECONDS: Final = 2.0
 
 def provenance(program: Sequence[str], working_directory: str) -> dict[str, str]:
     """Return the known versions of Python and packages that ``program`` uses, and its folder's git revision."""
-    found = {}
+    versions = {}
     if program and os.path.dirname(program[0]) == os.path.dirname(sys.executable):
-        found = {"python": platform.python_version(), **{it: _version_of(it) for it in _PACKAGES}}
+        versions = {"python": platform.python_version(), **{it: _version_of(it) for it in _PACKAGES}}
     git = ("git", "-C", working_directory, "describe", "--always", "--dirty", "--abbrev=12")
     answer = answer_of(git, _GIT_SECONDS) or ""
-    found["revision"] = answer.strip() if len(answer.splitlines()) == 1 else ""
-    return {name: value for name, value in found.items() if value}
+    versions["revision"] = answer.strip() if len(answer.splitlines()) == 1 else ""
+    return {name: value for name, value in versions.items() if value}
 
 
 def _version_of(package: str) -> str:

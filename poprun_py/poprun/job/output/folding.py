@@ -103,12 +103,12 @@ class Folder:
         """Remove and return the next line of ``instance``, or another line that must be shown before this line."""
         seen = {instance}
         line = self._queues[instance][0].line
-        while (other := self._not_there_yet(line, seen)) is not None:
+        while (other := self._find_other_first(line, seen)) is not None:
             seen.add(other)
             line = self._queues[other][0].line
         return self._remove(line)
 
-    def _not_there_yet(self, line: bytes, seen: set[int]) -> int | None:
+    def _find_other_first(self, line: bytes, seen: set[int]) -> int | None:
         """Return an instance, not in ``seen``, that printed other lines before ``line``; None if there is none."""
         others = (other for other in self._counts[line] if other not in seen)
         return next((other for other in others if self._queues[other][0].line != line), None)

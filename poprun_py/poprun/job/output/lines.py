@@ -99,8 +99,8 @@ class Tags:
     def __init__(self, plan: LaunchPlan, stream: str, *, is_coloured: bool) -> None:
         self._plan = plan
         self._stream = stream
-        asked = plan.output.tag_format
-        self._template = (POPRUN_TAG if plan.output.is_tagged else USUAL_TAG) if asked is None else asked
+        tag_format = plan.output.tag_format
+        self._template = (POPRUN_TAG if plan.output.is_tagged else USUAL_TAG) if tag_format is None else tag_format
         self._is_coloured = is_coloured
         self.of = lru_cache(maxsize=_NUM_REMEMBERED)(self._make)
 

@@ -30,13 +30,13 @@ class LogFiles:
         try:
             with (
                 opened_parent(f"{log_dir}/.", makes=True) as (folder, _),
-                _made_folder(folder, job_id) as of_job,
-                _made_folder(of_job, str(restart_count)) as of_attempt,
+                _opened_folder(folder, job_id) as job_folder,
+                _opened_folder(job_folder, str(restart_count)) as attempt_folder,
             ):
                 for instance in range(num_instances):
                     for stream in _NAMES:
                         name = os.path.basename(self._path(instance, stream))
-                        self._descriptors[instance, stream] = open_below(of_attempt, name, _APPEND)
+                        self._descriptors[instance, stream] = open_below(attempt_folder, name, _APPEND)
         except OSError as error:
             self.close()
             if error.errno in _OUT_OF_DESCRIPTORS:
@@ -86,7 +86,7 @@ class LogFiles:
 
 
 @contextmanager
-def _made_folder(above: int, name: str) -> Iterator[int]:
+def _opened_folder(above: int, name: str) -> Iterator[int]:
     """A context with the descriptor of the folder ``name`` in the folder ``above``; makes a missing folder."""
     descriptor = open_below(above, name, FOLDER, makes_folder=True)
     try:

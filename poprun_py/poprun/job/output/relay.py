@@ -173,8 +173,8 @@ def _folder(plan: LaunchPlan) -> "Folder | None":
 
 
 def _is_shown(plan: LaunchPlan, instance: int) -> bool:
-    shown = plan.output.shown_instances
-    return not plan.output.has_monitor and (shown is None or instance in shown)
+    instances = plan.output.shown_instances
+    return not plan.output.has_monitor and (instances is None or instance in instances)
 
 
 class Tails:
@@ -344,6 +344,6 @@ def _read(source: Source) -> bytes:
     try:
         return os.read(source.descriptor, _READ_BYTES)
     except OSError as error:
-        whose = f"the {_NAMES[source.target]} of instance {source.instance}"
-        log(f"warning: {whose} was cut off, and lines may be missing: {error.strerror}")
+        stream_name = f"the {_NAMES[source.target]} of instance {source.instance}"
+        log(f"warning: {stream_name} was cut off, and lines may be missing: {error.strerror}")
         return b""

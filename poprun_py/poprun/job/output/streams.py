@@ -40,7 +40,7 @@ class ProgramStreams:
         self._has_colours = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._null = os.open(os.devnull, os.O_RDWR)
         self._pipes: list[tuple[int, int, int]] = []
-        self._fed: int | None = None
+        self._input_socket: int | None = None
         self._logs = _open_logs(plan, identity)
         self._relay: Relay | None = None
         self._feed: InputFeed | None = None
@@ -51,7 +51,7 @@ class ProgramStreams:
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
         """Return the descriptors of an instance's stdin, stdout and stderr; [] if these are ``sockets``."""
         if sockets:
-            self._fed = sockets.get(_STDIN, self._fed)
+            self._input_socket = sockets.get(_STDIN, self._input_socket)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
             return []
         stdin = _STDIN if instance == 0 else self._null
@@ -80,8 +80,8 @@ class ProgramStreams:
             displays = make_displays(self._plan, on_closed, has_colours=self._has_colours)
             self._relay = Relay(self._plan, self._pipes, displays, self._logs, shows_all=self._shows_all)
             self._relay.start()
-        if self._fed is not None:
-            self._feed = InputFeed(_STDIN, self._fed)
+        if self._input_socket is not None:
+            self._feed = InputFeed(_STDIN, self._input_socket)
             self._feed.start()
 
     def finish(self, timeout_seconds: float) -> None:
@@ -200,5 +200,5 @@ class InputFeed:
         poll.register(target, select.POLLRDHUP)
         if descriptor is not None:
             poll.register(descriptor, event | (select.POLLRDHUP if descriptor == target else 0))
-        found = dict(poll.poll(patience_milliseconds))
-        return self._stop_reader not in found and not found.get(target, 0) & ~select.POLLOUT
+        events = dict(poll.poll(patience_milliseconds))
+        return self._stop_reader not in events and not events.get(target, 0) & ~select.POLLOUT

@@ -51,7 +51,7 @@ class TracebackFilter:
     def __init__(self, *, shows_all: bool) -> None:
         self._shows_all = shows_all
         self._leaves_out_interrupts = False
-        self._held: dict[int, list[bytes]] = {}
+        self._unfinished: dict[int, list[bytes]] = {}
         self._interrupted: set[int] = set()
         self._printed: dict[str, _Printed] = {}
         self._after: dict[int, _After] = {}  # by instance, if its last lines belong to a traceback
@@ -78,33 +78,33 @@ class TracebackFilter:
 
     def _release(self, instance: int) -> bytes:
         after = self._after.pop(instance, None)
-        return b"".join([*(after.withheld if after else ()), *self._held.pop(instance, ())])
+        return b"".join([*(after.withheld if after else ()), *self._unfinished.pop(instance, ())])
 
     def _sift(self, instance: int, line: bytes) -> bytes:
-        held = self._held.get(instance, [])
+        traceback = self._unfinished.get(instance, [])
         text = _DECORATION.sub(b"", line).rstrip()
         is_first = text == _HEADER or _ORIGIN.match(text) is not None
         is_call = text.startswith(b"  ") or not text  # Python marks some calls with a line of blanks
-        is_next = bool(held) and (is_call or (text == _HEADER and len(held) == 1))
-        if is_next and len(held) < MAX_HELD_LINES:
-            held.append(line)
+        is_next = bool(traceback) and (is_call or (text == _HEADER and len(traceback) == 1))
+        if is_next and len(traceback) < MAX_HELD_LINES:
+            traceback.append(line)
             return b""
-        if held and not is_first and len(held) < MAX_HELD_LINES:
-            return self._end_traceback(instance, self._held.pop(instance), line)
-        if is_first or held:
+        if traceback and not is_first and len(traceback) < MAX_HELD_LINES:
+            return self._end_traceback(instance, self._unfinished.pop(instance), line)
+        if is_first or traceback:
             released = self._release(instance)
-            self._held |= {instance: [line]} if is_first else {}
+            self._unfinished |= {instance: [line]} if is_first else {}
             return released if is_first else released + line
         return self._after_traceback(instance, line, text)
 
-    def _end_traceback(self, instance: int, held: list[bytes], line: bytes) -> bytes:
-        """Return the lines to show of a finished traceback: ``held``, and ``line``, which names the exception."""
+    def _end_traceback(self, instance: int, traceback: list[bytes], line: bytes) -> bytes:
+        """Return the lines to show of a finished traceback, whose last line ``line`` names the exception."""
         if self._leaves_out_interrupts and _INTERRUPT.match(_DECORATION.sub(b"", line)):
             self._interrupted.add(instance)
             return b""
-        if self._shows_all or not any(_HEADER in one for one in held):
-            return b"".join(held) + line
-        folded = [_RANK.sub(b"", one) for one in (*_fold(held), line)]
+        if self._shows_all or not any(_HEADER in one for one in traceback):
+            return b"".join(traceback) + line
+        folded = [_RANK.sub(b"", one) for one in (*_fold(traceback), line)]
         own_calls = b"".join(one for one in folded if not one.startswith(_FOLDED))
         key, error = without_numbers(own_calls.decode(errors="replace")), folded[-1].decode(errors="replace")
         printed = self._printed.setdefault(key, _Printed(instance, folded[-1], WHOLE.match(error) is not None, []))
@@ -146,10 +146,10 @@ class TracebackFilter:
         return self._release(instance) + line
 
 
-def _fold(held: list[bytes]) -> list[bytes]:
+def _fold(traceback: list[bytes]) -> list[bytes]:
     """Return a traceback with each series of library calls as one line, and the user's own calls unchanged."""
     calls: list[list[bytes]] = [[]]  # the first item contains the lines above the calls
-    for line in held:
+    for line in traceback:
         if _CALL in line:
             calls.append([])
         calls[-1].append(line)
@@ -175,5 +175,5 @@ def _package(call: str) -> str:
     """Return the name of the library that contains ``call``; an empty text if the call is the user's own code."""
     if is_own_code(call):
         return ""
-    found = _PACKAGE.search(call)
-    return found[1] if found else "Python" if LIBRARY.search(call) else "popdist"
+    match = _PACKAGE.search(call)
+    return match[1] if match else "Python" if LIBRARY.search(call) else "popdist"
