@@ -165,7 +165,7 @@ def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]
 
 
 def read_memory_nodes(system: str = SYSTEM, status: str = STATUS) -> tuple[int, ...]:
-    """Return the ascending NUMA nodes whose memory this process may use; () if the kernel does not say."""
+    """Return the ascending NUMA nodes whose memory this process may use; all nodes with memory if unknown."""
     having = _numbers(os.path.join(system, "node", "has_memory"))
     with suppress(OSError, ValueError):
         lines = read_text(status).splitlines()

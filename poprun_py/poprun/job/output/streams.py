@@ -95,12 +95,12 @@ class ProgramStreams:
         os.close(self._null)
 
     def last_line(self, instance: int) -> str:
-        """Return the last line that ``instance`` wrote to stderr; an empty text if there is none."""
+        """Return the last line that ``instance`` wrote to stderr, or else to a hidden stdout; "" without lines."""
         tail = [] if self._relay is None else self._relay.tails.of_failure(instance)
         return tail[-1] if tail else ""
 
     def tails(self, instances: Iterable[int]) -> dict[int, list[str]]:
-        """Return the last lines that each of ``instances`` wrote to its stderr, by instance."""
+        """Return by instance the last lines that each wrote to stderr, or else to a stdout that is not shown."""
         relay = self._relay
         return {} if relay is None else {index: relay.tails.of_failure(index) for index in instances}
 
