@@ -2,10 +2,6 @@
 
 ``make_plan(LaunchRequest(...), facts)`` returns the same plan that the command line makes. A public name loads its
 module when the name is first used, because the agents of a job import this package in a bare interpreter.
-
-A module imports another one inside a function only if a start of poprun, vipu, poprun-top, poprun-size or
-poprun-report saves time so, or if the other one needs a package that a user may lack. These load late: what prints
-plans and reports, what several hosts need, leases of devices, and what explains a failure.
 """
 
 TYPE_CHECKING = False  # not imported from typing, which takes longer to import than all that an agent needs

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def run_command(words: list[str]) -> int:
-    """Run poprun with the arguments ``words``; return the exit code of the job, or of the error if one occurs."""
+    """Run poprun with the arguments ``words``; return the exit code of the job, or the code of poprun's error."""
     try:
         from poprun.text.screen import exit_code_of, log, write_any_letter
     except (MemoryError, SystemError):  # Python raises SystemError if an import finds no memory
@@ -44,14 +44,14 @@ def run_command(words: list[str]) -> int:
 
 
 def _end_at_interrupt() -> None:
-    """Let Ctrl-C end poprun at once with exit code 130, until a job runs that poprun must end in order."""
+    """Let Ctrl-C kill this process at once, without a traceback, until a job runs that poprun must end first."""
     # Python's own handler raises an exception, which is lost if a callback of an import raises the exception
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed, so that no other file gets the stream's number."""
+    """Open /dev/null for each closed standard stream, so that no file opened later gets the stream's number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

@@ -29,7 +29,9 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
 def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedSignals) -> int:
-    """Run the launched attempt ``first`` and all attempts that follow; return the last attempt's exit code."""
+    """Run a job from ``first``, its started first attempt, and restart the job after failures as its plan allows;
+    return the exit code of the last attempt.
+    """
     gc.freeze()  # modules stay, so that the collector need not go through them
     gc.enable()  # `poprun.__main__` disables the collector while modules load
     plan, ends, launched = first.plan, outcome.ends, first
@@ -48,7 +50,7 @@ def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedS
 def _run_attempt(
     launched: LaunchedAttempt, signals: ReceivedSignals, on_look: Callable[[Attempt], object] | None
 ) -> JobEnd:
-    """Run one attempt and return its end; if no program has started, remove the job's key from the hosts."""
+    """Run one attempt and return how it ended; if no program started, remove the job's key from the hosts."""
     with launched.ended_on_failure():
         attempt = Attempt(launched, signals, on_look)
     has_started = False
@@ -62,7 +64,7 @@ def _run_attempt(
 
 
 def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals) -> None:
-    """Merge the recordings of an attempt's programs into a trace and log its path; a signal stops the merge."""
+    """Merge the traces that the programs of an attempt recorded, and log the path; a signal stops the merge."""
     if plan.trace.folder is None:
         return
     from poprun.observe.show.trace.collection import collect_trace
@@ -78,7 +80,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """Return the pause, at most 30 s, before the restart of a job that ended with ``end``; None for no restart."""
+    """Return the seconds, at most 30, before a job that ended with ``end`` restarts; None if it must not."""
     # no restart of a job that somebody asked to end, or whose program forbids a restart or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)
@@ -91,7 +93,9 @@ def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) ->
 def _next_attempt(
     launched: LaunchedAttempt, ends: Sequence[JobEnd], signals: ReceivedSignals, leased: "LeasedPlan | None"
 ) -> JobIdentity | None:
-    """Wait, give the hosts a new key, and return the identity of the next attempt; None if no attempt follows."""
+    """Wait before a restart of the job, check its hosts again, and return the job's identity (id, restart number,
+    key of the hosts) for the next attempt; None if the job must not restart.
+    """
     plan, identity = launched.plan, launched.identity
     network = identity.network
     while True:
@@ -119,7 +123,7 @@ def _next_attempt(
 
 
 def _has_lost_devices(launched: LaunchedAttempt) -> bool:
-    """Whether a device of the job has disappeared from this machine since the start; log the devices left."""
+    """Whether a GPU of the job can no longer be found on this machine; if it is lost, log which GPUs are left."""
     plan, identity = launched.plan, launched.identity
     if not plan.devices or identity.network is not None:
         return False
@@ -136,7 +140,7 @@ def _has_lost_devices(launched: LaunchedAttempt) -> bool:
 
 
 def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
-    """Whether another attempt would fail as the last attempt did; if so, log the reason."""
+    """Whether a restart is in vain, because the job would fail as the last attempt did; log the reason then."""
     from poprun.observe.judge.restarts import reason_to_end
 
     reason = reason_to_end(ends)
@@ -146,7 +150,7 @@ def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
 
 
 def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | None") -> "JobNetwork":
-    """Check the hosts again and return the network of the next attempt. Raises HostsError if a host is missing."""
+    """Find the job's hosts again and return their network with a new key. Raise HostsError if one is missing."""
     network = found_again(plan, network)
     try:
         return network if leased is None else leased.reacquire(network)
@@ -156,7 +160,7 @@ def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | 
 
 
 def _pause(seconds: float, signals: ReceivedSignals) -> bool:
-    """Wait ``seconds`` and return True; return False as soon as somebody asks for the end of the job."""
+    """Wait ``seconds`` before a restart and return True; return False at once if a signal asks for the end."""
     deadline = time.monotonic() + seconds
     while True:
         signals.drain()
@@ -169,7 +173,7 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
 
 
 def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
-    """Log how each attempt ended, and a warning, if there is one, about a job that ended well."""
+    """Log how each attempt of a job ended, and a warning if the job succeeded but its instances trained alone."""
     if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not num_lone(ends[-1].statuses):
         return
     from poprun.observe.show.printed_report import render_attempts, render_warning

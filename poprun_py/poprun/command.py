@@ -37,7 +37,7 @@ _ENGINES_OWN: Final = ("host", "num-instances", "image")  # options that a batch
 
 
 def run(words: Sequence[str]) -> int:
-    """Run poprun with the arguments ``words``, which do not contain poprun's name; return the exit code."""
+    """Run poprun with the command-line arguments ``words``, without the name poprun; return poprun's exit code."""
     if (instruction := os.environ.get(COMPLETION)) is not None:
         from poprun.cli.completion import answer
 
@@ -71,7 +71,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _no_program(line: CommandLine) -> UsageError:
-    """Return the error for a command line that names no program."""
+    """Return the error for a command line of poprun that names no program to start."""
     has_switch = any(one.option.kind.is_switch for one in line.given)
     hint = "\n  true, 1 and the like after a switch are its value: write -- before the program"
     return UsageError(
@@ -83,7 +83,7 @@ def _no_program(line: CommandLine) -> UsageError:
 
 
 def _examine_machine(line: CommandLine) -> int:
-    """Check this machine and the named hosts and print the findings; return 0 if a job can run here, else 1."""
+    """Check this machine and the hosts of the command line and print the results; return 0 if a job can run, else 1."""
     from poprun.hosts.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
     from poprun.hosts.doctor.facts import examine
 
@@ -97,7 +97,7 @@ def _examine_machine(line: CommandLine) -> int:
 
 
 def _problems_of_hosts(line: CommandLine) -> str:
-    """Return why a job cannot run on the hosts that ``line`` names; an empty text if it can run there."""
+    """Return why a job cannot run on the hosts of the command line ``line``; an empty text if it can run there."""
     try:
         plan, _ = _plan(line)
         plan = replace(plan, program=plan.program or (sys.executable,))
@@ -108,7 +108,9 @@ def _problems_of_hosts(line: CommandLine) -> str:
 
 
 def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
-    """Return the plan for ``line`` and the facts of the machine; the facts are None for a plan from a file."""
+    """Return the job's plan for the command line ``line``, and what poprun has measured on this machine (cores, GPUs,
+    MPI); None instead of the measurements if the plan comes from a file.
+    """
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if plan.num_instances > 1 and script_of(plan.program) == "-":
         raise UsageError(
@@ -158,7 +160,7 @@ def _start(line: CommandLine, outcome: JobOutcome) -> int:
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
-    """Make the plan for ``line``, and log advice; return the plan and the facts from which the plan was made."""
+    """Make the plan for the command line ``line`` and log warnings; return the plan and this machine's cores and GPUs."""
     try:
         working_directory = os.getcwd()
     except FileNotFoundError:
@@ -189,7 +191,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
 
 
 def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
-    """Return ``plan``, with a trace if the program's variables for PopVision ask for a trace."""
+    """Return ``plan``, changed to record a trace if environment variables of PopVision, a profiler, ask for one."""
     variables = {**os.environ, **plan.variables_of(0)}
     if not any(name in variables for name in ("POPLAR_ENGINE_OPTIONS", "PVTI_OPTIONS")):
         return plan
@@ -203,7 +205,7 @@ def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
-    """Log what ``-v`` adds: options without effect, unused MPI runtimes, and why this launcher was chosen."""
+    """Log what the option ``-v`` shows: options without effect, unused MPI runtimes, and why this launcher was chosen."""
     idle = idle_options(plan)
     for option in (one.option for one in line.given):
         if why := option.why_no_effect or idle.get(option.name):
@@ -226,7 +228,9 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """Return ``facts`` with the GPUs of other jobs marked as used, and the pod to plan for, None without a pod."""
+    """Return ``facts``, what was measured on this machine, with the GPUs of other jobs marked as used, and the virtual
+    IPUs for which to plan; None instead of these if the user named no pod and no server.
+    """
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
     from poprun.devices.lease.pool_client import facts_under_pool
@@ -235,7 +239,7 @@ def _seen_by_pool(
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
-    """Return the program's command line with an absolute path; in a dry run a missing program is a warning."""
+    """Return the program's command line with its absolute path; if the program is missing, a dry run only warns."""
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:
@@ -256,7 +260,7 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
-    """Read the plan in ``file``; if the plan names no program, use the program of the command line."""
+    """Return the plan that ``file`` contains; if this plan names no program, add the program of the command line."""
     from poprun.plan.plan_file import read_plan
     from poprun.text.input_files import read_text
 
@@ -272,7 +276,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
-    """Check that this machine has everything that the plan in ``file`` needs, and log what will be slow."""
+    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``file``; log a warning if it has too few."""
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.log(f"warning: {difference}")
 
@@ -282,7 +286,7 @@ def _name_of(plan_file: str) -> str:
 
 
 def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> None:
-    """Log which devices the job would lease from this machine's pool, if the job would lease any device."""
+    """Log which devices of this machine the job would reserve if it started now; nothing is reserved."""
     if line.emitted is not None:
         return
     if plan.asks_server:
@@ -297,7 +301,7 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
 
 
 def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
-    """Return ``plan`` as text in the format that the command line asks for."""
+    """Return ``plan`` as text in the format, such as JSON, that the command line ``line`` asks for."""
     if line.emitted is not None:
         from poprun.plan.emit import emit_job
 
@@ -316,7 +320,7 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 
 
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
-    """Return what ``-v`` adds to a plan's table: the command, the variables, and the origin of each option."""
+    """Return what ``-v`` adds to a printed plan: launch command, environment variables, where each option was set."""
     from poprun.launch.launchers import launch_commands
     from poprun.plan.render.table import Details
 
@@ -333,7 +337,7 @@ def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
 
 
 def _options_again(line: CommandLine) -> tuple[str, ...]:
-    """Return the options with which a batch script makes the same plan on the hosts of its allocation."""
+    """Return the options to write into a batch script, so that poprun makes the same plan when the script runs."""
     if line.plan_file is not None:
         return (f"--plan={os.path.abspath(line.plan_file)}",)
     kept = (one for one in line.given if not one.option.is_local and one.option.name not in _ENGINES_OWN)

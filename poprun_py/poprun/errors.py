@@ -21,7 +21,7 @@ class UsageError(PoprunError):
 
 
 class PlanError(PoprunError):
-    """Error for a request that fits no plan; the message names the broken rule and the nearest legal choices."""
+    """Error for a job that cannot be planned as the user asked; the message names the broken rule and a remedy."""
 
 
 class HostsError(PoprunError):
@@ -31,19 +31,19 @@ class HostsError(PoprunError):
 
 
 class MpiNotFoundError(PoprunError):
-    """Error for a request of MPI on a machine where poprun finds no MPI runtime."""
+    """Error if the user asks for MPI on a machine where poprun finds no MPI runtime."""
 
     exit_code = 69
 
 
 class LaunchError(PoprunError):
-    """Error for instances that could not be started."""
+    """Error if poprun cannot start the instances (processes) of a job."""
 
     exit_code = 70
 
 
 class OutputError(PoprunError):
-    """Error for output, of poprun or of a program, that cannot be written, for example on a full disk."""
+    """Error if output of poprun or of a program cannot be written, for example because the disk is full."""
 
     exit_code = 73
 
@@ -75,7 +75,7 @@ class IpusTakenError(PoprunError):
 
 
 class ServerError(PoprunError):
-    """Error for a server of virtual IPUs that refuses this client, is of another kind, or answers nonsense."""
+    """Error if a server of virtual IPUs refuses this client, is no server of poprun, or answers wrongly."""
 
     exit_code = 69
 
@@ -85,11 +85,11 @@ class ServerLostError(ServerError):
 
 
 class LeaseEndedError(ServerError):
-    """Error for a lease that the server ended because the job was silent for too long or released the lease."""
+    """Error if the server has ended the job's lease of virtual IPUs: the job was silent, or released the lease."""
 
 
 class PartitionError(PoprunError):
-    """Error for a partition that does not exist, exists already, or does not fit."""
+    """Error for a partition (reserved virtual IPUs) that does not exist, already exists, or does not fit."""
 
 
 SHORTAGES: Final = {
@@ -105,12 +105,12 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def describe_error(number: int) -> str:
-    """Return the message for an error number (errno(3)) and, if there is one, the limit that a user must raise."""
+    """Return the message for an error number (errno(3)), and how to raise the limit if a limit is the cause."""
     return SHORTAGES.get(number) or os.strerror(number)
 
 
 def error_of_system(error: OSError | MemoryError) -> PoprunError:
-    """Return the PoprunError for an error of the system; the message names the lacking resource or the file."""
+    """Return ``error`` of the operating system as a PoprunError that names the lacking resource or the file."""
     if isinstance(error, MemoryError):
         return LaunchError(SHORTAGES[errno.ENOMEM])
     if error.errno in SHORTAGES:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class JobOutcome:
-    """The ends of a job's attempts until now, with the writers of the job's report and metrics."""
+    """How the attempts of a job have ended so far, with the writers of the job's report and metrics."""
 
     files: Sequence[str] = ()  # names of the report files, as the user wrote the names
     job_id: str = field(default_factory=lambda: wished_job_id(os.environ) or os.urandom(6).hex())
@@ -34,7 +34,7 @@ class JobOutcome:
     metrics: "MetricsServer | None" = None  # None if nobody asked for metrics
 
     def begin(self, plan: LaunchPlan) -> None:
-        """Keep ``plan``, check that a report can be written, and serve metrics if ``plan`` names a port."""
+        """Store the job's ``plan``, check that its report can be written, and serve metrics if it names a port."""
         self.plan, self.files = plan, ()
         if plan.ending.report_files:
             self._begin_report(plan)
@@ -51,7 +51,7 @@ class JobOutcome:
         self.provenance = provenance(plan.program, plan.working_directory)
 
     def note_progress(self, attempt: "Attempt") -> None:
-        """Write the state of a running attempt to the report from time to time, and update the metrics."""
+        """Update the job's metrics with the state of the running ``attempt``; sometimes also write the report."""
         is_due = self.writer is not None and self.writer.is_due(time.monotonic())
         if self.plan is None or not (self.metrics or is_due):
             return
@@ -62,7 +62,7 @@ class JobOutcome:
             self._write(self.writer, [*self.ends, end])
 
     def write(self, error: str) -> None:
-        """Write the report of a job that is over and stop the metrics; ``error`` says why poprun gave up."""
+        """Write the job's last report and stop the metrics; ``error`` is why poprun gave up, or an empty text."""
         if self.metrics is not None:
             self.metrics.close()
         if self.files:  # the files are still there if no plan was made
@@ -96,7 +96,7 @@ def _serve_metrics(port: int) -> "MetricsServer":
 
 @contextmanager
 def reported(outcome: JobOutcome) -> Iterator[None]:
-    """Return a context that writes the job's report at the end, even if an exception ends the context."""
+    """A context in which a job runs; at its end the job's report is written, also after an exception."""
     error = ""
     try:
         yield

@@ -204,7 +204,7 @@ class _Asked:
     save: str | None
 
     def values(self, words: str = "") -> dict[str, Any]:
-        """Return the values of a mapping that the user has fixed with options or in ``words``, by name."""
+        """Return the sizes, such as tensor=8, that the user has fixed with options or in ``words``, by name."""
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
         given = [f"{name}={number}" for name, number in sizes.items() if number is not None]
         return parse_mapping(",".join([*self.fix, *given, words]))
@@ -238,7 +238,7 @@ def _size(option: str, text: str) -> int:
 
 
 def _print_mappings(asked: _Asked, workload: Workload) -> None:
-    """Print the mapping that --explain names, or the mappings that a search found; --save writes the first one."""
+    """Print the mapping of --explain, or the mappings that a search finds; with --save write the first one."""
     if asked.explain is not None:
         first = _explained(asked, workload)
         answer = Answer(fitting=(first,), faster=None, num_mappings=1)
@@ -269,7 +269,7 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
 
 
 def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) -> str:
-    """Return the message that no mapping fits, with the nearest changes that would make a mapping fit."""
+    """Return the error that no mapping of the model fits the devices, with the nearest changes that help."""
     machine = workload.machine
     return (
         f"none of {answer.num_mappings} mappings of {workload.model.name} fits {machine.num_devices} x "
@@ -278,7 +278,7 @@ def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) 
 
 
 def _explained(asked: _Asked, workload: Workload) -> Candidate:
-    """Return the prediction for the mapping that --explain gives as words, or as a file saved for this model."""
+    """Return the predicted time and memory of the mapping that --explain names, in words or as a saved file."""
     file = asked.explain or ""
     if file.endswith(".json"):
         if asked.values():
@@ -296,7 +296,7 @@ def _explained(asked: _Asked, workload: Workload) -> Candidate:
 
 
 def _save(path: str, content: str) -> None:
-    """Write ``content`` to the file ``path``. Raises OutputError after an error; the file is then unchanged."""
+    """Write ``content`` to the file ``path``. Raise OutputError, and leave the file unchanged, on failure."""
     try:
         check_target(path)
         write_whole(path, content)

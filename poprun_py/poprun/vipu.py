@@ -100,7 +100,7 @@ class _Nouns(click.Group):
     """A group of commands with names in singular and plural: ``list partition`` and ``list partitions``."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command for a noun in singular or plural; None if there is no such command."""
+        """Return the command ``cmd_name``, a noun in singular or plural; None if there is no such command."""
         for name in (cmd_name, f"{cmd_name}s", cmd_name.removesuffix("s")):
             if (found := super().get_command(ctx, name)) is not None:
                 return found
@@ -120,7 +120,7 @@ def _with_output(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _verb(name: str, help_text: str) -> click.Group:
-    """Add to `vipu` a group of commands for the verb ``name`` and return the group; each command is a noun."""
+    """Add the verb ``name``, such as list, to `vipu` as a group of commands for nouns, and return the group."""
     group = _Nouns(name, help=help_text)
     vipu.add_command(group)
     return group
@@ -134,7 +134,7 @@ _REMOVE: Final = _verb("remove", "Remove a partition.")
 
 
 def _add_listing(noun: str, help_text: str, rows: Callable[[AnyPool], list[Row]], columns: str) -> None:
-    """Add a command to `vipu list` that prints ``rows(pool)``: ``columns`` as a table, or all columns as JSON."""
+    """Add the command ``noun`` to `vipu list`: it prints ``rows(pool)`` as a table of ``columns`` or as JSON."""
 
     def show(output: str) -> None:
         found = rows(_pool())
@@ -219,7 +219,7 @@ def _pool() -> AnyPool:
 
 
 def _cluster_here() -> Cluster:
-    """Return the virtual IPUs of this machine, as the environment variables describe them."""
+    """Return the virtual IPUs of this machine, from its GPUs, its cores and environment variables."""
     pod = os.environ.get(_POD_VARIABLE)
     num_ipus = os.environ.get(_IPUS_VARIABLE)
     if num_ipus is not None and not num_ipus.isdecimal():
@@ -324,13 +324,13 @@ def _log(*texts: str) -> None:
 
 
 def _served_cluster() -> Cluster:
-    """Return the virtual IPUs that a server hands out: of the pod that POPRUN_POD names, or of this machine."""
+    """Return the virtual IPUs that this server hands out: those of the pod in POPRUN_POD, or of this machine."""
     pod = os.environ.get(_POD_VARIABLE)
     return pod_of(pod) if pod else _cluster_here()
 
 
 def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:
-    """Return a function that calls ``find`` at most every 5 s, because ``find`` may start a driver's program."""
+    """Return a function that returns ``find()``, but calls the slow function ``find`` at most every 5 s."""
     found: list[tuple[float, Cluster]] = []
 
     def find_again() -> Cluster:
