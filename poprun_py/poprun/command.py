@@ -83,7 +83,7 @@ def _no_program(line: CommandLine) -> UsageError:
 
 
 def _examine_machine(line: CommandLine) -> int:
-    """Check this machine and the hosts of the command line and print the results; return 0 if a job can run, else 1."""
+    """Check this machine and the hosts of the command line, print the results, and return exit code 0 or 1."""
     from poprun.hosts.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
     from poprun.hosts.doctor.facts import examine
 
@@ -108,8 +108,8 @@ def _problems_of_hosts(line: CommandLine) -> str:
 
 
 def _find_plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts | None]:
-    """Return the job's plan for the command line ``line``, and what poprun has measured on this machine (cores, GPUs,
-    MPI); None instead of the measurements if the plan comes from a file.
+    """Return the job's plan for the command line ``line``, and what poprun has measured on this machine (cores,
+    GPUs, MPI); None instead of the measurements if the plan comes from a file.
     """
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if plan.num_instances > 1 and script_of(plan.program) == "-":
@@ -160,7 +160,7 @@ def _start(line: CommandLine, outcome: JobOutcome) -> int:
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
-    """Make the plan for the command line ``line`` and log warnings; return the plan and this machine's cores and GPUs."""
+    """Make the job's plan for the command line ``line``; return the plan and this machine's measured facts."""
     try:
         working_directory = os.getcwd()
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
 
 
 def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
-    """Return ``plan``, changed to record a trace if environment variables of PopVision, a profiler, ask for one."""
+    """Return ``plan``, with a trace if environment variables of PopVision, Graphcore's profiler, ask for one."""
     variables = {**os.environ, **plan.variables_of(0)}
     if not any(name in variables for name in ("POPLAR_ENGINE_OPTIONS", "PVTI_OPTIONS")):
         return plan
@@ -205,7 +205,7 @@ def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
-    """Log what the option ``-v`` shows: options without effect, unused MPI runtimes, and why this launcher was chosen."""
+    """Log what ``-v`` adds: options without effect, unused MPI runtimes, and why this launcher was chosen."""
     idle = idle_options(plan)
     for option in (one.option for one in line.given):
         if why := option.why_no_effect or idle.get(option.name):
@@ -228,8 +228,8 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """Return ``facts``, what was measured on this machine, with the GPUs of other jobs marked as used, and the virtual
-    IPUs for which to plan; None instead of these if the user named no pod and no server.
+    """Return ``facts``, measured on this machine, with the GPUs of other jobs marked as used, and the virtual IPUs
+    for which to plan; None instead of virtual IPUs if the user named no pod and no server.
     """
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
@@ -239,7 +239,7 @@ def _seen_by_pool(
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
-    """Return the program's command line with its absolute path; if the program is missing, a dry run only warns."""
+    """Return the program's command line with an absolute path; a dry run only warns of a missing program."""
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:
@@ -260,7 +260,7 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
-    """Return the plan that ``file`` contains; if this plan names no program, add the program of the command line."""
+    """Return the plan in ``file``; if this plan names no program, add the program of the command line."""
     from poprun.plan.plan_file import read_plan
     from poprun.text.input_files import read_text
 
@@ -276,7 +276,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
-    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``file``; log a warning if it has too few."""
+    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``file``; warn of too few cores."""
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.log(f"warning: {difference}")
 
@@ -320,7 +320,7 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 
 
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
-    """Return what ``-v`` adds to a printed plan: launch command, environment variables, where each option was set."""
+    """Return what ``-v`` adds to a printed plan: launch command, environment, and where each option was set."""
     from poprun.launch.launchers import launch_commands
     from poprun.plan.render.table import Details
 

@@ -80,7 +80,7 @@ _NEXT: Final = "\0"  # a mark for "the next word"; a program's argument cannot c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A command line after parsing and checking; options of the section ``line`` set its fields."""
+    """A command line of poprun after parsing and checking: the user's program and the values of all options."""
 
     program: tuple[str, ...] = ()  # the program and its arguments, as written; may be empty
     given: tuple[OptionValue, ...] = ()
@@ -110,7 +110,7 @@ class CommandLine:
         return not (self.is_dry_run or self.emitted)
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
-        """Return the request of this command line; ``program`` is the resolved command line of the program."""
+        """Return the job that the command line asks for; ``program`` is its program with an absolute path."""
         asked = self.values.get("request", {})
         # if the user does not give the number of instances, each of several hosts has one instance
         if len(asked.get("hosts", ())) > 1:
@@ -128,7 +128,7 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return the command line parsed from ``words``; a missing option is taken from ``environ`` or a file."""
+    """Return the parsed command line ``words``; missing options come from ``environ`` or a file of options."""
     texts, program = read_words(words)
     if texts.keys() & {"help", "help-all"}:  # the help page is shown even if other words are wrong
         return CommandLine(shows_help=True, shows_whole_help="help" not in texts)
@@ -166,7 +166,7 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
-    """Join layers of option values in the order of the table; a later layer's value replaces an earlier value."""
+    """Join the option values of several sources, such as a file and the command line; a later source overrides."""
     found = {
         one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
     }
@@ -206,7 +206,7 @@ def _refuse_beside_plan(given: Sequence[OptionValue]) -> None:
 
 
 def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
-    """Raise UsageError if the user gave a format for output that poprun will not print."""
+    """Raise UsageError if the user gave a format, such as JSON, for a plan or a report that is not printed."""
     if _TOPOLOGY_FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
         raise UsageError(
             f"--{_TOPOLOGY_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
@@ -220,7 +220,7 @@ def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
 
 @cache
 def _forms() -> Mapping[str, tuple[Option, bool]]:
-    """Return each form in which a user may write an option, with the option and whether the form negates it."""
+    """Return for each form of an option, such as ``--no-dry-run``, the option and whether the form negates it."""
     forms = {f"--{option.name}": (option, False) for option in OPTIONS}
     forms |= {f"-{option.short}": (option, False) for option in OPTIONS if option.short}
     return forms | {f"--no-{option.name}": (option, True) for option in OPTIONS if option.kind.is_switch}
@@ -228,7 +228,7 @@ def _forms() -> Mapping[str, tuple[Option, bool]]:
 
 @cache
 def _for_getopt() -> tuple[str, tuple[str, ...]]:
-    """Return the short and the long forms as getopt asks for them: with a mark behind a form that has a value."""
+    """Return the short and the long options in getopt's notation: a mark follows each option that has a value."""
     marks = {form: "" if option.kind.is_counted else "=" for form, (option, _) in _forms().items()}
     short = [f"{form[1]}{':' if mark else ''}" for form, mark in marks.items() if not form.startswith("--")]
     return "".join(short), tuple(f"{form[2:]}{marks[form]}" for form in long_names())
@@ -241,7 +241,7 @@ def long_names() -> tuple[str, ...]:
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Parse options up to the program; return each option's texts by its name, and the program's command line."""
+    """Parse the options before the program; return the texts of each option by its name, and the program."""
     rest = deque(words)
     texts: dict[Option, list[str]] = {}
     while begins_with_option(rest):
@@ -264,7 +264,7 @@ def begins_with_option(words: Sequence[str]) -> bool:
 
 
 def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Remove the first word and its value from ``words``; return the options in this word, with their values.
+    """Remove the first word, which is an option, and its value from ``words``; return pairs of option and value.
 
     A word of short options contains several options. A value is None if it is missing.
     """
@@ -282,9 +282,9 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(form: str, text: str, words: deque[str]) -> str | None:
-    """Return the text of one option: what getopt read, or the next of ``words``; None if ``words`` is empty.
+    """Return the value of the option ``form``: ``text``, which getopt read, or the next word; None if none.
 
-    A switch uses the next word only if this word means yes or no.
+    A switch uses the next of ``words`` only if this word means yes or no.
     """
     option, is_negated = _forms()[form]
     if not form.startswith("--"):
@@ -299,7 +299,7 @@ def _whole_text(form: str, text: str, words: deque[str]) -> str | None:
 
 
 def _whole_name(written: str) -> str:
-    """Return the one long option that begins with ``written``; a short option is returned unchanged."""
+    """Return the full name of the long option that ``written`` abbreviates; return a short option unchanged."""
     if not written.startswith("--"):
         if f"-{written}" in long_names():
             raise _unknown(written)
@@ -315,7 +315,7 @@ def _whole_name(written: str) -> str:
 
 
 def _habit(written: str) -> str:
-    """Return the advice for ``written``, an option of another launcher; an empty text for any other word."""
+    """Return the advice how to replace ``written``, an option of another launcher; "" if it is no such option."""
     name = written.replace("_", "-").rstrip("0123456789")
     return next((here for there, here in _HABITS if name in there.split()), "")
 
@@ -331,7 +331,7 @@ def _unknown(written: str) -> UsageError:
 
 
 def origins(given: Iterable[OptionValue], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return the name, value and origin of each option in ``given``; ``with_defaults`` adds the other options."""
+    """Return name, value and source (variable, file, command line) of each given option, or also of defaults."""
     by_name = {one.option.name: one for one in given}
     rows = []
     for option in OPTIONS:

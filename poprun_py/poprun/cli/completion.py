@@ -26,7 +26,7 @@ _MAX_BYTES: Final = 2**20
 
 
 def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
-    """Return the sorted names of hosts in ``files``; a file that cannot be read is ignored."""
+    """Return the sorted host names in ``files``, such as ~/.ssh/config; a file that cannot be read is ignored."""
     names: set[str] = set()
     for file in files:
         try:
@@ -38,7 +38,7 @@ def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
 
 
 def host_names_in(kind: str, text: str) -> Iterator[str]:
-    """Yield the host names in ``text``, the content of a file named ``kind``, without patterns and addresses."""
+    """Yield the host names, but no patterns and addresses, in ``text``, the content of the file ``kind``."""
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if kind == "config":
@@ -63,7 +63,7 @@ NAMES: Final = {"host": known_hosts, "vipu-partition": _partitions}
 
 
 def answer(instruction: str) -> str:
-    """Return what a shell asks for: the script to install (``bash_source``) or completions (``bash_complete``)."""
+    """Return the answer to the shell's request ``instruction``: a completion script, or completions of a word."""
     shell, _, what = instruction.partition("_")
     known = get_completion_class(shell)
     if known is None or what not in ("source", "complete"):
@@ -76,7 +76,7 @@ def answer(instruction: str) -> str:
 
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[CompletionItem[str]]":
-    """Return the completions of the word ``incomplete``, which follows the words ``args``."""
+    """Return the possible completions of ``incomplete``, the last word of a command line, after ``args``."""
     rest, awaiting = deque(word for word in args if word != "="), None  # bash makes "=" a word of its own
     while begins_with_option(rest):
         awaiting = next((option for option, text in _options(rest) if text is None), None)
@@ -95,7 +95,7 @@ def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[Com
 
 
 def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Return the result of :func:`take_options` for ``words``; [] if the first option is wrong."""
+    """Remove the first option and its value from ``words`` and return both; [] if poprun has no such option."""
     try:
         return take_options(words)
     except UsageError:
@@ -103,7 +103,7 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[str]]":
-    """Return the values of ``option`` that begin with ``begun``; in a list of hosts only the last is completed."""
+    """Return the completions of ``begun``, a value of ``option``; in a list of hosts, of the last host."""
     if option.kind in (FILE, FOLDER, SIZES):
         return [CompletionItem(begun, type="dir" if option.kind is FOLDER else "file")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)

@@ -23,7 +23,7 @@ _SEQUENCE: Final = "tag:yaml.org,2002:seq"
 
 
 def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
-    """Read options from ``text``, the content of the file ``source``; the values of options are not checked here.
+    """Return the options in ``text``, the content of the file of options ``source``; their values are not checked.
 
     Raises UsageError if ``text`` is not YAML, or if an option is unknown or comes twice.
     """
@@ -47,7 +47,7 @@ def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[
 
 
 def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: bool) -> None:
-    """Write the options ``given`` to the file ``path``. Raises UsageError if it exists or cannot be written."""
+    """Write the options ``given`` to the file ``path``. Raise UsageError if the file exists or writing fails."""
     if not may_overwrite and os.path.lexists(path):
         raise UsageError(f"--export-config {path}: there is such a file: give another name, or --overwrite-config")
     try:
@@ -58,7 +58,7 @@ def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: boo
 
 
 def config_text(given: Iterable[OptionValue]) -> str:
-    """Return the content of a file of options that contains the options ``given``; ASCII only."""
+    """Return the options ``given`` as the text of a file of options, which is YAML in ASCII."""
     writer = yaml.SafeDumper(StringIO())
     pairs = [
         (_scalar(one.option.name, writer), _value(one.texts, writer, is_list=one.option.kind.read_all is not None))
@@ -82,7 +82,7 @@ def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option
 
 
 def _texts(option: Option, value: yaml.Node, place: str) -> tuple[str, ...]:
-    """Return the texts of one option: the items of ``value`` if it is a list, otherwise its only text."""
+    """Return the texts that a file gives to one option: the items of the list ``value``, or its only text."""
     if isinstance(value, yaml.SequenceNode) and option.kind.read_all is not None and value.value:
         return tuple(_text(option, item, place) for item in value.value)
     return (_text(option, value, place),)
@@ -105,7 +105,7 @@ def _value(texts: tuple[str, ...], writer: yaml.SafeDumper, *, is_list: bool) ->
 
 
 def _scalar(text: str, writer: yaml.SafeDumper) -> yaml.ScalarNode:
-    """Return a YAML scalar that is read again as ``text``; a text that YAML would read as null is quoted."""
+    """Return a YAML scalar for ``text``; quote the text if YAML would otherwise read it as null."""
     tag = writer.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]  # the type stubs lack this type
     return yaml.ScalarNode(_TEXT if tag == _NULL else tag, text)
 

@@ -45,12 +45,12 @@ class Kind:
     choices: tuple[str, ...] = ()  # all possible values, if there are few
 
     def value(self, texts: Sequence[str]) -> Any:
-        """Return the value of an option, parsed from ``texts``, which the user gave in this order."""
+        """Return the value of an option of this kind, parsed from all ``texts`` that the user gave to it."""
         return self.read_all(texts) if self.read_all else self.read(texts[-1])
 
 
 def _number(convert: Callable[[str], float], cure: str, *, none: str = "") -> Callable[[str], float | None]:
-    """Return a function that parses a number; if ``none`` is given, the function returns None for this word."""
+    """Return a function that parses a number, and returns None for the word ``none``, such as auto, if given."""
 
     def read(text: str) -> float | None:
         try:
@@ -97,7 +97,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words_of_instances(texts: Sequence[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Return pairs of an instance and its list of words, parsed from texts such as ``0:"-x A=1"``."""
+    """Return pairs of an instance's index and its words, parsed from texts such as ``0:"-x A=1"``."""
     pairs = []
     for text in texts:
         index, colon, words = text.partition(":")
@@ -153,7 +153,7 @@ WORDS_OF_INSTANCES: Final = Kind(metavar="N:ARGS", read=str, read_all=_words_of_
 
 
 def one_of(choices: type[Enum], metavar: str = "") -> Kind:
-    """Return the kind of value that is a member of ``choices``; the help page shows ``metavar`` or all members."""
+    """Return the kind of option whose value is a member of ``choices``; its help shows ``metavar`` or all."""
     names = [choice.value for choice in choices]
 
     def read(text: str) -> Enum:
@@ -166,7 +166,7 @@ def one_of(choices: type[Enum], metavar: str = "") -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of the command line."""
+    """An option of poprun's command line: its name, kind of value, help text, and the field that it sets."""
 
     name: str
     field: str  # the field that the option sets: request.…, a section of the request such as vipu.…, or line.…
@@ -193,7 +193,7 @@ class OptionValue:
     place: str = ""  # such as POPRUN_HOST or job.yaml:3; empty for the command line
 
     def value(self) -> Any:
-        """Return the option's value, parsed from the user's texts. Raises an error that names their place."""
+        """Return the option's value, parsed from its texts. Raise an error with their source if one is wrong."""
         where = f"{self.place}: " if self.place else ""
         try:
             return self.option.kind.value(self.texts)
@@ -205,7 +205,7 @@ class OptionValue:
 
 
 def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]:
-    """Return the values of options by section and field; if two options set one field, the later option counts."""
+    """Return the values of options by section and field of a job's request; a later option overrides."""
     values: dict[str, dict[str, Any]] = {}
     for one in given:
         section, _, name = one.option.field.partition(".")
@@ -216,7 +216,7 @@ def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]
 
 
 def default_of(option: Option) -> str | None:
-    """Return the default of ``option`` as a user would write it; None if the option is not part of a request."""
+    """Return the default of ``option`` as a user would write it; None if it sets no field of a job's request."""
     section, _, name = option.field.partition(".")
     if section in ("", LINE):
         return None
@@ -231,7 +231,7 @@ _DEFAULTS: Final = LaunchRequest()
 
 
 def _group(heading: str, *options: Option) -> tuple[Option, ...]:
-    """Put ``options`` under a heading of the help page; add defaults that are numbers or names to help texts."""
+    """Return ``options`` for the heading ``heading`` of the help page, with defaults added to their help texts."""
     return tuple(replace(option, group=heading, help=_with_default(option)) for option in options)
 
 

@@ -17,7 +17,7 @@ _SLICE_MEMORY: Final = r"\.([0-9]+)gb"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A GPU, or a slice of a GPU, as the maker's tool or driver lists it."""
+    """A GPU, or a slice of a GPU, in the list of the tool or driver of its maker (NVIDIA, AMD or Intel)."""
 
     name: str  # the name in masks: a number, or the UUID of a slice
     uuid: str  # the name that is the same for all users of the machine
@@ -109,13 +109,13 @@ def read_amd(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, 
 
 
 def _properties(text: str) -> dict[str, int]:
-    """Return the number of each name in ``text``, a file of the kernel with lines of a name and a number."""
+    """Return the lines of ``text``, a file of the kernel, as a dict: each line has a name and a number."""
     pairs = (line.partition(" ") for line in text.splitlines())
     return {name: int(number) for name, _, number in pairs if number.isdecimal()}
 
 
 def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed, ...]:
-    """Return the Intel GPUs, or their tiles, in ``answers``: xpu-smi's lists of cards and of processes."""
+    """Return the Intel GPUs, or their tiles if a GPU has several, from ``answers``, the outputs of xpu-smi."""
     import csv
 
     inventory, processes = answers
@@ -158,7 +158,7 @@ def _holders(processes: str, card: str) -> Iterator[int]:
 
 
 def arrange_tiles(devices: Sequence[Listed], environment: Mapping[str, str]) -> Sequence[Listed]:
-    """Return ``devices`` with the names that Intel's runtime uses: 0, 1, 2 …, or card and tile as ``0.1``."""
+    """Return ``devices`` with the names that Intel's runtime gives them: 0, 1, 2 …, or card and tile (``0.1``)."""
     if environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE":
         return devices
     return [replace(it, name=str(number), whole=it.name) for number, it in enumerate(devices)]

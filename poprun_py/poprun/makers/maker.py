@@ -21,7 +21,7 @@ def _as_listed(devices: Sequence[Listed], environment: Mapping[str, str]) -> Seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
-    """The facts that poprun needs about the GPUs of one maker: variables, tools, parsing, and names."""
+    """The facts about the GPUs of one maker, such as NVIDIA: environment variables, tools, parsers and names."""
 
     name: str
     device_type: str  # torch's name for the type of device

@@ -13,14 +13,14 @@ _HIDING: Final = ("", "-1", "NoDevFiles", "none", "void")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visible:
-    """The GPUs that a program sees after variables such as CUDA_VISIBLE_DEVICES, and problems of the values."""
+    """The GPUs that a program sees under variables such as CUDA_VISIBLE_DEVICES, and errors in their values."""
 
     devices: tuple[Listed, ...]  # in the order of the innermost mask and with the names in that mask
     problems: tuple[str, ...] = ()  # problems of the masks, one sentence for each problem
 
 
 def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping[str, str]) -> Visible:
-    """Return which GPUs of ``listed`` a program with the variables ``environment`` sees, and problems."""
+    """Return which GPUs of ``listed`` a program with the variables ``environment`` sees, and errors in these."""
     devices, problems = tuple(maker.arrange(listed, environment)), list[str]()
     outer = {name: environment[name] for name in maker.outer_masks if name in environment}
     for name, text in outer.items():
@@ -45,7 +45,7 @@ def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping
 def _left_by(
     variable: str, text: str, devices: Sequence[Listed], maker: Maker
 ) -> tuple[tuple[Listed, ...], list[str]]:
-    """Return the GPUs that a variable such as CUDA_VISIBLE_DEVICES leaves, and problems of its value ``text``."""
+    """Return the GPUs that a value ``text`` of a variable such as CUDA_VISIBLE_DEVICES leaves, and its errors."""
     left = list[Listed]()
     for word in map(str.strip, text.split(",")):
         matches = _called(word, devices, maker)
@@ -64,7 +64,7 @@ def _left_by(
 
 
 def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
-    """Return the GPUs that ``word``, a name in CUDA_VISIBLE_DEVICES, selects: one GPU, or a GPU's slices."""
+    """Return the GPUs that ``word``, a name in CUDA_VISIBLE_DEVICES, selects: one GPU, or all slices of a GPU."""
     is_uuid = not word.replace(".", "").isdecimal()
     named = [it for it in devices if word == it.name or (is_uuid and word and it.uuid.startswith(word))]
     if len(named) == 1:
@@ -75,7 +75,7 @@ def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
 
 
 def _masks_of_others(maker: Maker, environment: Mapping[str, str]) -> list[str]:
-    """Return a problem if a variable hides GPUs of another maker only, which has no effect here; else []."""
+    """Return an error text if a variable hides only GPUs of another maker, which has no effect; else []."""
     foreign = (name for other in MAKERS.values() for name in other.masks if name not in maker.masks)
     name = next((name for name in foreign if environment.get(name, "")), None)
     if name is None:

@@ -8,7 +8,7 @@ from popdist.ground.trusted_paths import open_below, opened_parent
 
 
 def check_target(path: str) -> None:
-    """Check that a file can be written at ``path``: make and remove a temporary file in its folder."""
+    """Raise OSError if no file can be written at ``path``; make and remove a temporary file to find that out."""
     with opened_parent(path) as (folder, name):
         with suppress(FileNotFoundError):
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode

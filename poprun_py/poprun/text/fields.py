@@ -142,7 +142,7 @@ class _Reader:
     is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
-        """Return an object of the dataclass ``kind`` from ``values``, a dict that also has the ``extra`` keys."""
+        """Return an object of the dataclass ``kind`` from ``values``, a dict that also has the keys ``extra``."""
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         if self.is_part:
             fields = tuple(field for field in fields if field.name in mapping or not _has_default(field))
@@ -157,13 +157,13 @@ class _Reader:
             raise PlanError(f"{self.source}: {path.removesuffix('.') or 'the file'}: {error}") from None
 
     def mapping(self, values: object, path: str) -> Mapping[str, object]:
-        """Return ``values``, the content at ``path``, if it is a dict. Raises PlanError if it is not."""
+        """Return ``values``, which a file has under the keys ``path``. Raise PlanError if it is no dict."""
         if not isinstance(values, dict):
             raise self._wrong(path.removesuffix(".") or "the file", "a mapping of names to values", values)
         return values
 
     def check_version(self, values: object, version: int) -> None:
-        """Check that the file's content ``values`` has the version ``version``. Raises PlanError if not."""
+        """Raise PlanError if ``values``, the content of a file, has another version than ``version``."""
         mapping = self.mapping(values, "")
         self.check_keys({*mapping, "version"}, mapping, "")
         file_version = self.read(int, mapping["version"], "version")
@@ -171,7 +171,7 @@ class _Reader:
             raise PlanError(f"{self.source}: version {file_version}: this poprun reads version {version}")
 
     def check_keys(self, keys: Collection[str], mapping: Mapping[str, object], path: str) -> None:
-        """Check that ``mapping``, the content at ``path``, has exactly ``keys``. Raises PlanError if not."""
+        """Raise PlanError if ``mapping``, which a file has under ``path``, has other keys than ``keys``."""
         if missing := [key for key in keys if key not in mapping]:
             raise PlanError(f"{self.source}: {_listed(missing, path)} missing")
         if unknown := [str(key) for key in mapping if key not in keys]:
@@ -179,7 +179,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {_listed(unknown, path)} no key of {self.noun}; {known}")
 
     def read(self, kind: Any, value: object, path: str) -> Any:
-        """Return ``value``, the content at ``path``, converted to the type ``kind``. Raises PlanError if wrong."""
+        """Return ``value``, which a file has under the keys ``path``, as a ``kind``. Raise PlanError if wrong."""
         origin, inner = get_origin(kind), get_args(kind)
         if origin in _UNIONS:
             (kind,) = set(inner) - {NoneType}
@@ -241,7 +241,7 @@ class _Reader:
             raise self._wrong(path, _WORDS[kind], value) from None
 
     def _follow(self, rule: Rule, value: object, path: str) -> Any:
-        """Return ``rule(value)``. Raises PlanError, which names the file and ``path``, if ``rule`` raises."""
+        """Return ``rule(value)``. If ``rule`` raises, raise PlanError with the file's name and ``path``."""
         try:
             return rule(value)
         except (ValueError, PlanError) as error:

@@ -49,12 +49,12 @@ def _too_long(most: int) -> str:
 
 
 def _readable(error: ValueError) -> str:
-    """Return the text of ``error``; if Python refused a number with thousands of digits, return simpler words."""
+    """Return the message of ``error``; a simpler message if Python refused a number with thousands of digits."""
     return "a number has thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
 def parse_json(text: str) -> object:
-    """Return the parsed JSON ``text``. Raises ValueError if it is no JSON, repeats a key, or nests too deep."""
+    """Return the value of the JSON ``text``. Raise ValueError if it is no JSON, repeats a key, or nests deep."""
     try:
         values: object = json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -91,7 +91,7 @@ def parse_yaml(text: str) -> object:
 
 
 def compose_yaml(text: str) -> "yaml.Node | None":
-    """Return the root node of the YAML ``text``, None if it is empty. Raises ValueError as `parse_yaml` does."""
+    """Return the root node of the YAML ``text``; None if it is empty. Raise ValueError if it is no valid YAML."""
     with _loading(text) as loader:
         node: yaml.Node | None = loader.get_single_node()
     return node

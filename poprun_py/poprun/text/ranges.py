@@ -43,7 +43,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def unit_of_bytes(num_bytes: float) -> tuple[str, int]:
-    """Return the name and the bytes of the largest unit, B to TiB, that is at most ``num_bytes``; at least B."""
+    """Return the name and the bytes of the largest unit, from B to TiB, that is not larger than ``num_bytes``."""
     return next((it for it in _BYTES if num_bytes >= it[1]), _BYTES[-1])
 
 
@@ -65,7 +65,7 @@ def describe_seconds(seconds: float) -> str:
 
 
 def describe_rate(per_second: float) -> str:
-    """Return ``per_second`` as text: with three digits, such as ``35.7``; from 100 on, such as ``1,234``."""
+    """Return the rate ``per_second`` as text: with three digits, such as ``35.7``; from 100 on, as ``1,234``."""
     return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"
 
 
@@ -82,7 +82,7 @@ def fold_numbers(numbers: Iterable[int]) -> str:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers in a text such as ``0-3,6``. Raises ValueError if they do not ascend, or are many."""
+    """Return the numbers in a text such as ``0-3,6``. Raise ValueError if they do not ascend, or are too many."""
     if not re.fullmatch(_RANGES, text):
         raise ValueError(f"{text!r} is no list of numbers and ranges such as 0-3,6")
     ranges = [
@@ -159,7 +159,7 @@ def _cut(host: str) -> _Cut:
 
 
 def _fold_run(run: list[_Cut]) -> str:
-    """Return one text, such as ``node[1-3]``, for names that differ only in the last number or have no number."""
+    """Return host names that differ only in their last number as one text, such as ``node[1-3]``; or a list."""
     if len(run) == 1 or not run[0][1]:
         return ",".join(map("".join, run))
     before, _, behind = run[0]
@@ -231,7 +231,7 @@ def _read_bracket(bracket: str, text: str) -> list[tuple[str, int]]:
 
 
 def read_host_file(path: str) -> tuple[str, ...]:
-    """Return the host names in the file ``path``, one or more on each line. Raises UsageError if one is wrong."""
+    """Return the host names in the file ``path``, one or more a line. Raise UsageError if a name is wrong."""
     from poprun.text.input_files import read_text
 
     hosts: list[str] = []

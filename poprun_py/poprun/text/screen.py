@@ -60,7 +60,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
-    """Return the exit code of ``run()``; if it raises, ``report`` the message and return the error's code."""
+    """Return the exit code of ``run()``; if it raises, pass the message to ``report``, return the error's code."""
     try:
         return run()
     except BrokenPipeError:
@@ -167,7 +167,7 @@ def _shown(text: str) -> str:
 
 
 class Level(StrEnum):
-    """The importance of a line in a log, by the letter that the log prints."""
+    """The importance of a line in poprun's log; the value is the letter that the log prints."""
 
     DEBUG = "D"
     INFO = "I"
@@ -198,7 +198,7 @@ def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
 
 
 def log(text: str, level: Level = Level.INFO) -> None:
-    """Write ``text`` as a line of poprun's to standard error; ignore an error of the write."""
+    """Write ``text`` as a message of poprun to standard error; ignore errors, such as a closed stream."""
     with suppress(OSError, AttributeError):  # standard error may be closed
         sys.stderr.write(own_line(text, level))
         sys.stderr.flush()
