@@ -54,7 +54,7 @@ def _readable(error: ValueError) -> str:
 
 
 def parse_json(text: str) -> object:
-    """Return the value of the JSON ``text``. Raise ValueError if it is no JSON, repeats a key, or nests deep."""
+    """Return the parsed JSON ``text``. Raise ValueError if it is no JSON, repeats a key, or is nested too deep."""
     try:
         values: object = json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:

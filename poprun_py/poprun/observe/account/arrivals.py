@@ -24,7 +24,7 @@ class GroupMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The report of one instance at one moment. All numbers but times are totals since the program's start."""
+    """The report of one instance at one moment: when it called collectives and ended steps, and totals so far."""
 
     at_seconds: float  # monotonic time at which poprun received the report
     groups: Mapping[str, GroupMoments]
@@ -37,9 +37,8 @@ class Look:
 def read_look(
     event: Mapping[str, Any], status: InstanceStatus, at_seconds: float, offset_seconds: float
 ) -> Look | None:
-    """Return the report in an agent's ``event`` on one instance; None if the program has no counters.
-
-    The agent's clock is ahead of poprun's clock by ``offset_seconds``.
+    """Return what ``event``, a message of the agent that watches one instance, reports; None if the program has no
+    counters. The agent's clock is ahead of poprun's clock by ``offset_seconds``.
     """
     page = bytes.fromhex(event["page"])
     counters = PhaseCounters.read(page)
@@ -68,7 +67,7 @@ def read_look(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A period of a few seconds of a job, with the time of a step and the delays of each instance."""
+    """A period of a few seconds of a job: how long a step took in it, and how late each instance was."""
 
     began_seconds: float  # since the beginning of the attempt
     ended_seconds: float
@@ -107,7 +106,7 @@ def find_arrivals(looks: Mapping[int, Look], after: float) -> list[Arrivals]:
 def measure_window(
     before: Mapping[int, Look], now: Mapping[int, Look], began_at_seconds: float, after: float
 ) -> Window | None:
-    """Return the steps and delays between two reports of each instance; None if no step or collective ended."""
+    """Return how long the steps between two reports took, and how late each instance was; None if none ended."""
     arrivals = find_arrivals(now, after)
     seconds = fmean(now[index].at_seconds - before[index].at_seconds for index in now)
     first, last = (median(look.counters.num_optimizer_steps for look in looks.values()) for looks in (before, now))
@@ -135,15 +134,13 @@ def measure_window(
 
 
 def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
-    """Return the mean seconds between two collectives, for a program whose steps nobody counts."""
+    """Return the mean seconds between two collectives; used for a program whose steps are not counted."""
     ends = [max(it.values()) for it in arrivals]
     return fmean(after - before for before, after in pairwise(ends)) if len(ends) > 1 else 0.0
 
 
 def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
-    """Return lists of collectives: one list for each whole step, or, if steps are not counted, one list for each
-    collective.
-    """
+    """Return the collectives grouped by step, without partial steps; each alone if the steps are not counted."""
     if not any(look.step_ends for look in looks.values()):
         return [[arrival] for arrival in arrivals]
     cycles: dict[int, list[Arrivals]] = {}
@@ -163,12 +160,14 @@ def last_of(arrivals: Arrivals) -> int:
 
 
 def delay_of(instance: int, arrivals: Arrivals) -> float:
-    """Return the seconds by which ``instance`` called a collective later than the median of the others."""
+    """Return by how many seconds ``instance`` called a collective later than the median of the other instances."""
     return arrivals[instance] - median(at for other, at in arrivals.items() if other != instance)
 
 
 def _worst_delays(cycle: Sequence[Arrivals]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return each instance's largest delay in a step, and its wait in the step's most uneven collective."""
+    """Return each instance's largest delay in the collectives ``cycle`` of one step, and how long each instance
+    waited for the last one in the collective whose call times differ most.
+    """
     delays: dict[int, float] = {}
     for arrival in cycle:
         for index in arrival:

@@ -38,7 +38,7 @@ class WindowedCurve:
             self._add(at_seconds, max(-_MOST, min(_MOST, value)), 1.0)
 
     def add_rate(self, since_seconds: float, until_seconds: float, amount: float) -> None:
-        """Add ``amount``, which was done between two moments, to the curve as an amount per second."""
+        """Add ``amount``, such as a number of steps, done between two moments, as an amount per second."""
         if until_seconds <= since_seconds:
             return
         self.last = amount / (until_seconds - since_seconds)
@@ -63,7 +63,7 @@ class WindowedCurve:
             self.window_seconds *= 2
 
     def values(self, window_seconds: float) -> list[float | None]:
-        """Return the mean in each window of ``window_seconds``, 2^n times the curve's; None if unknown."""
+        """Return the curve's mean in windows of ``window_seconds``, 2^n of its own windows; None if unknown."""
         sums, weights = self._sums, self._weights
         for _ in range(round(math.log2(window_seconds / self.window_seconds))):
             sums, weights = _paired(sums), _paired(weights)
@@ -87,14 +87,14 @@ class InstanceCurves:
         self._curve(name, unit).add(at_seconds, value)
 
     def add_total(self, name: str, unit: str, at_seconds: float, total: float) -> None:
-        """Add a total that only grows to the curve ``name``, which contains its growth per second."""
+        """Add the present value of a growing total to the curve ``name``, which shows the growth per second."""
         before_seconds, before = self._totals.get(name, (at_seconds, total))
         self._totals[name] = (at_seconds, total)
         if total >= before and at_seconds > before_seconds:
             self._curve(name, unit).add_rate(before_seconds, at_seconds, total - before)
 
     def add_lines(self, lines: str, delay_seconds: float, now_seconds: float) -> None:
-        """Add the numbers that a program reported in ``lines``; its clock is ``delay_seconds`` behind."""
+        """Add the numbers in ``lines``, reported by a program whose clock is ``delay_seconds`` behind."""
         for line in lines.splitlines():
             told_seconds, numbers = _read_line(line)
             is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds
@@ -111,7 +111,7 @@ class InstanceCurves:
 
 
 def _read_line(line: str) -> tuple[float, dict[str, float]]:
-    """Return the time and the numbers in a line of a program's report; no numbers if it is malformed."""
+    """Return time and numbers in ``line``, one line of a program's report; no numbers if it is malformed."""
     try:
         at_seconds, numbers = json.loads(line)
         return float(at_seconds), {str(name): float(value) for name, value in numbers.items()}
@@ -127,7 +127,7 @@ class JobCurves:
         self.instances = [InstanceCurves() for _ in range(num_instances)]
 
     def add_look(self, status: InstanceStatus, event: Mapping[str, Any], now_seconds: float) -> None:
-        """Add an agent's measurement of one instance: memory, processor time, steps, reported numbers."""
+        """Add a measurement of one instance to its curves: memory, processor time, steps, reported numbers."""
         curves, at_seconds = self.instances[status.index], now_seconds - self._began_at_seconds
         if event.get("num_processes"):
             curves.add("memory", "bytes", at_seconds, event["memory_bytes"])
@@ -154,7 +154,7 @@ class JobCurves:
 
 
 def count_steps(status: InstanceStatus) -> int:
-    """Return the number of steps that a program has made: counted optimizer steps, else reported steps."""
+    """Return the number of steps that a program has made: counted optimizer steps, or else reported steps."""
     if status.counters is not None and status.counters.num_optimizer_steps:
         return status.counters.num_optimizer_steps
     return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
@@ -176,7 +176,7 @@ def _curve_of(curve: WindowedCurve) -> Curve:
 
 
 def fold_curves(instances: Sequence[InstanceCurves]) -> dict[str, Curve]:
-    """Return the curves of many instances as one per name, with least, median and largest value per window."""
+    """Return for each name one curve of all ``instances``, with least, median and largest value per window."""
     names = sorted({name for it in instances for name in it.by_name})
     return {name: _fold([it.by_name[name] for it in instances if name in it.by_name]) for name in names}
 
@@ -199,7 +199,7 @@ def _ends(num_windows: int, window_seconds: float) -> tuple[float, ...]:
 
 
 def _rounded(values: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Return ``values`` with six significant digits, because more make a report twice as long for nothing."""
+    """Return ``values`` with six significant digits, because more digits would only make a report longer."""
     return tuple(None if it is None else float(f"{it:.6g}") for it in values)
 
 

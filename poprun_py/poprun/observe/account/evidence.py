@@ -1,7 +1,6 @@
 """The evidence of an instance after a hang or a failure: its stacks and its last collectives. Pure.
 
-The evidence comes from the agents (`launch.program_watch`): the stacks of the program and its helpers in the
-format of faulthandler (https://docs.python.org/3/library/faulthandler.html), and the calls in torch's recorder.
+Stacks have the format of faulthandler (https://docs.python.org/3/library/faulthandler.html).
 """
 
 import re
@@ -86,7 +85,7 @@ CallKey = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A collective, or a message, that a program has called, with its tensors and times."""
+    """A collective, or a message to one rank, that a program has called, with its tensors and times."""
 
     name: Annotated[Text, _without_backend]  # such as ``all_reduce``
     group: Text = field(default="", metadata=IF_USED)  # the name of the process group, in a trace
@@ -115,7 +114,7 @@ class Call:
 
     @property
     def kind(self) -> str:
-        """The name, sizes and dtypes that must be equal on all ranks of the process group, as text."""
+        """The parts of the call that must be equal on all ranks, as text: name, dtype and, for some, sizes."""
         return str(self) if self.name.startswith(_SAME_SIZES) else f"{self.name}({', '.join(self.types[:1])})"
 
 
@@ -135,11 +134,11 @@ class GroupRecord:
 
     @property
     def pending(self) -> Call | None:
-        """The first call of the program that has not ended; None if all calls have ended."""
+        """The program's first call in this process group that has not ended; None if all calls have ended."""
         return next((call for call in self.calls if not call.is_done), None)
 
     def find(self, number: int) -> Call | None:
-        """Return the program's call with the number ``number``; None if torch's record has lost it."""
+        """Return the program's collective with the number ``number``; None if torch's recorder has lost it."""
         return next((call for call in self.calls if call.number == number), None)
 
 
@@ -154,7 +153,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceEvidence:
-    """The evidence that one instance reported after a failure or in a hang: stacks, calls, locks."""
+    """What one instance reported of itself after a failure or in a hang: stacks, collectives, file locks."""
 
     stacks: Stacks = _NO_STACKS  # where the program stands; empty if the program has ended or was not asked
     helpers: tuple[Helper, ...] = ()
@@ -179,7 +178,7 @@ class InstanceEvidence:
 
 
 def read_evidence(event: Mapping[str, Any], before: InstanceEvidence | None = None) -> InstanceEvidence:
-    """Return the evidence in an agent's ``event``, completed by ``before``, which is older evidence."""
+    """Return the evidence in ``event``, a message of an agent; what the message lacks is taken from ``before``."""
     try:
         return _read(event, before)
     except (PlanError, AttributeError, KeyError, TypeError, ValueError):
@@ -209,6 +208,6 @@ def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> Instance
 
 
 def _read_crash(text: str) -> Stacks:
-    """Return the stack of the thread that crashed, or of the main thread if C++ code crashed."""
+    """Return from a crash report the stack of the crashed thread, or of the main thread if C++ code crashed."""
     _, current, thread = text.partition("Current thread")
     return read_stacks(current + thread.partition("\n\n")[0] if current else text, ())

@@ -29,7 +29,7 @@ class GpuReading:
 
     @classmethod
     def read(cls, line: str) -> Self | None:
-        """Return the measurement in a line of the tool (number, uuid, percent, MiB); None if malformed."""
+        """Return the measurement in ``line`` of the tool (number, uuid, percent, MiB); None if malformed."""
         try:
             index, uuid, *cells = map(str.strip, line.split(","))
             busy, memory = (float(cell) if cell.isdecimal() else None for cell in cells)
@@ -45,7 +45,7 @@ class GpuReading:
 def watch_gpus(
     plan: LaunchPlan, identity: JobIdentity, environ: Mapping[str, str], curves: JobCurves
 ) -> "GpuWatch | None":
-    """Start to measure the GPUs that instances use on poprun's host; None without such a GPU or a tool."""
+    """Start to measure the job's GPUs on poprun's host, and return the watch; None without GPU or tool."""
     network, devices = identity.network, {}
     for index in range(plan.num_instances):
         route = identity.route(plan, index)
@@ -56,7 +56,7 @@ def watch_gpus(
 
 
 class GpuWatch:
-    """A running tool that prints the load of GPUs; the measurements are added to an attempt's curves."""
+    """A running tool, such as nvidia-smi, that prints the load of GPUs; the load becomes curves of instances."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GpuWatch:
             send([self._process], signal.SIGTERM)
 
     def update(self, now_seconds: float) -> None:
-        """Add the measurements that the tool has printed since the last call to the curves."""
+        """Read what the tool has printed since the last call, and add the measurements to the curves."""
         try:
             data = os.read(self._reader, _READ_BYTES)
         except BlockingIOError:

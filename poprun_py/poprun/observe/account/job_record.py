@@ -73,7 +73,7 @@ class InstanceRecord:
     evidence: InstanceEvidence | None = None
 
     def describe_end(self, *, is_over: bool = True) -> str:
-        """Return how the instance ended, in words; ``is_over``: the attempt has ended."""
+        """Return how the instance ended, in words; ``is_over`` says whether its attempt has ended."""
         if self.problem:
             return self.problem
         if self.exit_code is None:
@@ -85,7 +85,7 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """The entry of one attempt in a job's report. The fields are the keys in JSON."""
+    """The entry of one attempt (one start of all instances) in a job's report. The fields are the keys in JSON."""
 
     started_at: Text
     duration_seconds: Seconds
@@ -106,7 +106,7 @@ class AttemptRecord:
     curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:
-        """Return the curve ``name`` of each instance; of a large job, the one curve of all."""
+        """Return a list of the curve ``name`` of each instance; for a large job, of the one common curve."""
         curves = [it.curves[name] for it in self.instances if name in it.curves]
         return curves or ([self.curves[name]] if name in self.curves else [])
 
@@ -138,14 +138,14 @@ class JobRecord:
 
 
 def utc(epoch_seconds: float) -> str:
-    """Return a time, in seconds since 1970, as ISO 8601 text in UTC, with milliseconds."""
+    """Return the time ``epoch_seconds``, in seconds since 1970, as ISO 8601 text in UTC, with milliseconds."""
     milliseconds = round(epoch_seconds * _MILLISECONDS)
     whole, rest = divmod(milliseconds, _MILLISECONDS)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{rest:03}Z"
 
 
 def read_report(text: str, source: str) -> JobRecord:
-    """Return the report in the JSON ``text`` of the file ``source``. Raises UsageError if it is damaged."""
+    """Return the report in the JSON ``text`` of the file ``source``. Raise UsageError if it is no valid report."""
     try:
         values = parse_json(text)
     except ValueError as error:

@@ -1,7 +1,4 @@
-"""Judgements about a job, as values: which instance is at fault for its end or hang, and which one is slow.
-
-`judge` makes these values, and a report contains the same values.
-"""
+"""Judgements about a job, as values: which instance is at fault for its end or hang, and which one is slow."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +9,7 @@ from poprun.observe.account.field_types import Count, Index, Text
 
 
 class Cause(StrEnum):
-    """The kind of failure for which a job ended or hangs."""
+    """The kind of failure because of which a job ended or hangs, such as out of memory."""
 
     EXCEPTION = "exception"
     EXIT = "exit code"
@@ -42,7 +39,7 @@ class Verdict:
 
     @property
     def is_about_absence(self) -> bool:
-        """Whether the instances at fault run, but do not call the collective that others wait in."""
+        """Whether the instances at fault run, but do not call the collective in which other instances wait."""
         return self.cause in (Cause.ABSENT, Cause.HELPER) and bool(self.culprits)
 
     def place_of(self, instance: int) -> str:
@@ -50,7 +47,7 @@ class Verdict:
         return self.places.get(instance, "")
 
     def at(self, instance: int) -> str:
-        """Return the end of a line that names the code where ``instance`` failed: ``, at file:line`` or ""."""
+        """Return ``, at file:line``, the code where ``instance`` failed, to print behind a text; "" if unknown."""
         place = self.place_of(instance)
         return f", at {place}" if place else ""
 
@@ -73,7 +70,7 @@ class Slowness:
 
     @property
     def name(self) -> str:
-        """The slow instance, host's link or network, in words."""
+        """The name of what is slow, as text: an instance, the link of one host, or the network."""
         if self.instance is not None:
             return name_instances([self.instance]) + (f" (host {self.hosts[0]})" if self.hosts else "")
         return f"the link of host {self.hosts[0]}" if len(self.hosts) == 1 else "the network"

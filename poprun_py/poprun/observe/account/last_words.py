@@ -79,7 +79,7 @@ Frame = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastWords:
-    """The lines with which a program explained its end; empty if the program wrote nothing."""
+    """The lines of a program's output that explain its end; empty if the program wrote nothing."""
 
     summary: str = ""  # the line of the exception, otherwise the last line
     place: str = ""  # the user's line that is nearest to the exception, as ``file:line``
@@ -127,7 +127,7 @@ def last_words(tail: Sequence[str]) -> LastWords:
 
 
 def _open_groups(lines: Sequence[str]) -> list[str]:
-    """Return ``lines`` with exception groups as plain tracebacks, with only the messages of inner exceptions."""
+    """Return ``lines`` with exception groups as plain tracebacks; inner exceptions keep only their messages."""
     opened = []
     for line in lines:
         tag = match[0] if (match := _RANK.match(line)) else ""
@@ -144,7 +144,7 @@ def _open_groups(lines: Sequence[str]) -> list[str]:
 
 
 def without_numbers(text: str) -> str:
-    """Return ``text`` with ``#`` for each number: failures that differ only in numbers are equal."""
+    """Return ``text`` with ``#`` for each number, so that two errors that differ only in numbers are equal."""
     return _NUMBER.sub("#", text)
 
 
@@ -154,7 +154,7 @@ def is_own_code(call: str) -> bool:
 
 
 def _place(frames: Sequence[Frame]) -> str:
-    """Return the line of code of the user's last call, else of the last call, as ``file:line``; "" if no call."""
+    """Return the last call in the user's code, or else the last call, as ``file:line``; "" if there is no call."""
     own_frames = [frame for frame in frames if is_own_code(frame[0])] or frames
     match = _FRAME.match(own_frames[-1][0]) if own_frames else None
     return f"{match[1]}:{match[2]}" if match else ""
@@ -195,7 +195,7 @@ def _parse(lines: Sequence[str]) -> list[Traceback]:
 
 
 def _read_at(lines: Sequence[str], number: int) -> Traceback | None:
-    """Return the traceback that begins at the line ``number``; None if no traceback begins there."""
+    """Return the traceback that begins at the line ``number`` of ``lines``; None if no traceback begins there."""
     is_syntax_error = bool(_SYNTAX_ERROR.match(lines[number]))
     if lines[number].startswith(_FATAL):
         return _read_crash(lines, number)
@@ -216,7 +216,7 @@ def _read_at(lines: Sequence[str], number: int) -> Traceback | None:
 
 
 def _read_crash(lines: Sequence[str], number: int) -> Traceback | None:
-    """Return the stack that Python's faulthandler printed after a crash as a traceback; None if none."""
+    """Return the stack that Python's faulthandler printed after a crash, as a traceback; None if it is missing."""
     start = next((at + 1 for at in range(number, len(lines)) if _FATAL_THREAD.match(lines[at])), None)
     if start is None:
         return None
@@ -239,7 +239,7 @@ def _frames(body: Sequence[str]) -> tuple[Frame, ...]:
 
 
 def _message(lines: Sequence[str], start: int) -> tuple[str, ...]:
-    """Return the exception's line, the line ``start``, and the lines of its message after it."""
+    """Return the lines of an exception's message: the line ``start``, and the next lines that belong to it."""
     end = start + 1
     while end < len(lines) and not _is_other(lines[end]):
         end += 1
@@ -255,7 +255,7 @@ def _is_other(line: str) -> bool:
 
 
 def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback | None:
-    """Return the traceback that explains the program's end best; None if the last lines say more than any."""
+    """Return the traceback that explains the program's end best; None if the last lines explain it better."""
     candidates = [traceback for traceback in tracebacks if not traceback.origin.startswith(_IGNORED)]
     if not candidates:
         return None
@@ -275,7 +275,7 @@ def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback 
 
 
 def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: int) -> list[str]:
-    """Return the lines to print of a traceback, at most ``max_lines``: earlier exception, calls, message."""
+    """Return at most ``max_lines`` lines of a traceback for a report: an earlier exception, calls, the message."""
     same = [other for other in tracebacks if other.rank == traceback.rank]
     first = at = same.index(traceback)
     while first > 0 and same[first].link:
@@ -316,16 +316,13 @@ def _condense_message(traceback: Traceback) -> list[str]:
 
 
 def _condense_frames(frames: Sequence[Frame], max_lines: int) -> list[str]:
-    """Return the lines of all calls; if ``max_lines`` are too few, of the user's last calls first.
-
-    The message of an exception that popdist raises says more than the line of popdist that raises it.
-    """
+    """Return the lines of all calls in a traceback; if ``max_lines`` are too few, the user's last calls first."""
     every = range(len(frames))
     own_numbers = [number for number in every if is_own_code(frames[number][0])] or list(every)
     kept: set[int] = set(every)
     if len(_render_frames(frames, kept)) > max_lines:
         kept = set()
-        last = own_numbers if _OURS in frames[-1][0] else every
+        last = own_numbers if _OURS in frames[-1][0] else every  # popdist's message says more than its line
         for number in (own_numbers[-1], last[-1], *reversed(own_numbers)):
             if len(_render_frames(frames, kept | {number})) <= max_lines:
                 kept.add(number)
@@ -363,7 +360,7 @@ def _last_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _shorten(line: str) -> str:
-    """Return both ends of a line that is too long to read; lines of popdist's errors stay whole."""
+    """Return ``line``; if it is too long to read, only both its ends. Lines of popdist's errors stay whole."""
     if len(line) <= _MAX_LINE or WHOLE.match(line):
         return line
     return f"{line[: _MAX_LINE - _KEPT_END - 3]} … {line[-_KEPT_END:]}"

@@ -17,7 +17,7 @@ _MILLISECONDS: Final = 1000.0
 
 
 def read_counters(pid: int) -> dict[str, float]:
-    """Return the totals, by name, that all functions in `READERS` read for the process ``pid``."""
+    """Return totals of the kernel's counters, such as seconds of throttling, for the process ``pid``, by name."""
     return {name: total for reader in READERS for name, total in reader(pid).items()}
 
 
@@ -35,7 +35,7 @@ READERS: Final[tuple[Callable[[int], dict[str, float]], ...]] = (read_heat,)
 
 
 def _num_cpus(root: str) -> int:
-    """Return the number of processors that the kernel may have, as the folder ``root`` in /sys says."""
+    """Return the largest number of processors that the kernel may have, from the folder ``root`` in /sys."""
     last = _read(f"{root}/possible").rpartition("-")[2]
     return int(last) + 1 if last.isdecimal() else 0
 

@@ -51,7 +51,7 @@ class MemoryCurve:
     gap_seconds: float = 0.0  # the least time between two kept samples, except before the last sample
 
     def after(self, at_seconds: float, num_bytes: int) -> Self:
-        """Return the curve with one more sample of memory; if samples are too many, without some old ones."""
+        """Return the curve with one more sample of memory; if this makes too many, drop some old samples."""
         before = self.samples
         is_last_kept = len(before) < 2 or before[-1][0] - before[-2][0] >= self.gap_seconds
         samples = (*(before if is_last_kept else before[:-1]), (at_seconds, num_bytes))
@@ -63,7 +63,7 @@ class MemoryCurve:
         return type(self)(samples=samples, peak_bytes=peak_bytes, gap_seconds=gap_seconds)
 
     def with_peak(self, num_bytes: int) -> Self:
-        """Return the curve with a peak memory of at least ``num_bytes``."""
+        """Return the curve with its peak raised to ``num_bytes``, unless the peak is already larger."""
         return replace(self, peak_bytes=max(self.peak_bytes, num_bytes))
 
 
@@ -71,7 +71,7 @@ _NO_MEMORY: Final = MemoryCurve()
 
 
 class InstanceState(StrEnum):
-    """The state of an instance, in the order in which an instance has the states."""
+    """The state of an instance, from awaited to ended, in the order in which an instance passes through them."""
 
     AWAITED = "awaited"  # no agent has reported
     READY = "ready"  # the agent waits for the start order
@@ -102,7 +102,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineTotals:
-    """The delays that a host has caused an instance so far, such as waiting for a core, and free memory."""
+    """The delays of an instance so far for which its host is the reason, such as waits for a core; free memory."""
 
     run_delay_seconds: float = 0.0  # time in which the main thread was ready to run but had no core
     throttled_seconds: float = 0.0  # time in which the control group's CPU quota stopped the instance
@@ -113,7 +113,7 @@ class MachineTotals:
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Self:
-        """Return the delays and the free memory that an agent's ``event`` reports."""
+        """Return the delays and the free memory in ``event``, a message of the instance's agent."""
         return cls(
             run_delay_seconds=event.get("run_delay_seconds", 0.0),
             throttled_seconds=event.get("throttled_seconds", 0.0),
@@ -196,7 +196,7 @@ class JobSnapshot:
 
 
 def name_with_place(instances: Sequence[int], parallelism: Parallelism) -> str:
-    """Return the names of ``instances``, with the part of a replica that all of them have, as text."""
+    """Return ``instances`` as text, with the part of a replica (stage, shard) that all of them have in common."""
     common = parallelism.describe(instances)
     return f"{name_instances(instances)} ({common})" if common else name_instances(instances)
 

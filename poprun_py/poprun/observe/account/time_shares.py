@@ -26,7 +26,7 @@ _PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "co
 
 
 def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds: float = 0.0) -> dict[str, float]:
-    """Return the seconds of each phase of a program; ``waiting_seconds`` are taken from communication.
+    """Return the seconds of a program in each phase; ``waiting_seconds`` count as waiting, not as communication.
 
     Time before the sampler's start counts as "start". In the backward pass of DistributedDataParallel a program
     waits in C++, so a backward pass without processor time counts as communication or waiting.
@@ -49,7 +49,7 @@ class JobTime:
 
     @property
     def mean_seconds(self) -> dict[str, float]:
-        """The mean seconds of the instances in each part; all parts together are the elapsed time."""
+        """The mean seconds of an instance in each part of the job's time; their sum is the elapsed time."""
         means = {part: sum(it[part] for it in self.instances) / len(self.instances) for part in PARTS}
         return {part: seconds for part, seconds in means.items() if seconds > 0}
 
@@ -85,7 +85,7 @@ def offsets(attempts: Sequence[AttemptRecord]) -> list[float]:
 
 
 def _parts(attempt: AttemptRecord, instance: InstanceRecord, start: str) -> Iterator[tuple[str, float]]:
-    """Yield each part of an instance's time in an attempt with its seconds; ``start`` is the first part."""
+    """Yield name and seconds of each part of an instance's time in an attempt; ``start`` names the first part."""
     whole, before = attempt.duration_seconds, instance.began_seconds
     if before is None:  # the instance never ran
         yield start, whole
