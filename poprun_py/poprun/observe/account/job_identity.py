@@ -24,7 +24,7 @@ class JobIdentity:
     open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
-        """Return the descriptors to send to an agent: the program's ``streams``, and locked lease files."""
+        """Return the descriptors to pass to an agent: the program's ``streams``, and the lock files of leases."""
         if not streams:  # the agent is on another host, to which no descriptor can be sent
             return []
         return [*streams, *(lease.descriptor for lease in self.leases if lease.descriptor is not None)]
@@ -35,5 +35,5 @@ class JobIdentity:
         return replace(leased, devices=route.devices) if route is not None and route.devices else leased
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
-        """Return how to reach the host of instance ``index``; None if the job has only this machine."""
+        """Return how to reach the host of instance ``index``; None if the job uses only this machine."""
         return None if self.network is None else self.network.hosts[plan.instance(index).host_index]

@@ -68,7 +68,7 @@ def find_verdict_of_end(
     reasons: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Return which instances' failures ended the job; ``reasons`` are causes that machines show."""
+    """Return which instances are at fault for a job's end, and why, from their states, last output and stacks."""
     failed = sorted((it for it in statuses if it.has_failed), key=order_of_failure)
     victims = [it.index for it in failed if is_torn(words.get(it.index)) and not it.problem]
     stopped = tuple(it.index for it in statuses if it.was_stopped)
@@ -93,7 +93,7 @@ def find_verdict_of_end(
 
 
 def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
-    """Return one verdict for a job that hung and then ended: the hang's, or the end's if it explains the hang."""
+    """Return who is at fault in a job that hung and then ended: ``of_hang``, or ``of_end`` if it explains both."""
     culprits = of_end.culprits
     is_another = bool(of_hang.culprits) and not set(culprits) <= set(of_hang.culprits)
     if is_another or not any(_has_own_words(words.get(it)) for it in culprits):
@@ -107,7 +107,7 @@ def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -
 def awaits_culprit(
     failed: Mapping[int, InstanceStatus], tails: Mapping[int, Sequence[str]], now_seconds: float
 ) -> bool:
-    """Whether all ``failed`` instances have only lost a peer, which may soon end with the first failure.
+    """Whether all ``failed`` instances only lost another instance, whose own failure poprun may hear of soon.
 
     The connections of a process close before the process has ended, so an instance that lost a peer may end before
     the peer. ``tails`` are the last lines of each instance; without these lines poprun does not wait.
@@ -119,7 +119,7 @@ def awaits_culprit(
 
 
 def is_torn(said: LastWords | None) -> bool:
-    """Whether a program's last words ``said`` show that it failed only because it lost another instance."""
+    """Whether a program's last output ``said`` shows that it failed only because it lost another instance."""
     text = "" if said is None else _last_lines(said)
     is_own = _NO_SPACE.search(text) or "server socket has failed to listen" in text
     return bool(_TORN.search(text)) and not is_own  # NCCL and torch call both an error of connections
@@ -148,7 +148,7 @@ def _blame(
     reasons: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Return the verdict that the instance ``first``, and all that failed in the same way, are at fault."""
+    """Return the verdict that ``first``, and all instances that failed in the same way, are at fault."""
     last = words.get(first.index, LastWords())
     own_evidence = evidence.get(first.index, InstanceEvidence())
     cause = _cause_of(first, last, reasons.get(first.index, ""))
@@ -169,14 +169,14 @@ def _blame(
 
 
 def _says_the_same(stopped: LastWords | None, said: LastWords) -> bool:
-    """Whether a program that poprun ``stopped`` had failed with the same message as another program."""
+    """Whether a program that poprun ``stopped`` had already failed with the message ``said`` of another one."""
     if stopped is None or not _has_own_words(stopped):
         return False
     return without_numbers(stopped.summary) == without_numbers(said.summary)
 
 
 def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
-    """Return exit code, problem and message of a failure, which are equal for two equal failures."""
+    """Return exit code, problem and message of an instance's failure; for failures of one kind they are equal."""
     last = words.get(status.index, LastWords())
     return status.exit_code, status.problem, without_numbers(last.summary)
 
@@ -198,7 +198,7 @@ def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
 
 
 def _has_lost_helper(said: LastWords) -> bool:
-    """Whether a program lost the connection to its child process, because the child process was lost."""
+    """Whether a program's error shows that it lost a child process of its own, such as a DataLoader worker."""
     is_broken = said.summary.startswith(("ConnectionResetError", "EOFError", "ConnectionRefusedError"))
     return is_broken and any("multiprocessing/" in line or "DataLoader" in line for line in said.lines)
 
@@ -238,7 +238,7 @@ def _different_ends(
 
 
 def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
-    """Return the instances that are at another line of code than most; () if a place is not known."""
+    """Return the few instances that ended at another line of code than most; () if a line is unknown."""
     parts: dict[str, list[int]] = {}
     for status in statuses:
         parts.setdefault(verdict.place_of(status.index), []).append(status.index)
@@ -256,9 +256,8 @@ def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
 
 
 def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
-    """Return ``queue`` with the call of the instance that gloo aborted, which left no record of its calls.
-
-    gloo aborts a process that receives more bytes than its call has room for: its call is the smaller one.
+    """Return ``queue``, the calls of one collective, with the call of an instance that gloo aborted and that
+    therefore left no record: gloo aborts a process that receives too many bytes, so its call is the smaller one.
     """
     aborted = [index for index, it in words.items() if _TOO_LONG in _last_lines(it) and index not in queue.calls]
     by_size = sorted(queue.calls.values(), key=lambda call: call.num_bytes)
@@ -268,12 +267,12 @@ def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
 
 
 def _is_of_models(said: LastWords) -> bool:
-    """Whether a program found that its model differs from rank 0's model."""
+    """Whether a program's error says that its model differs from the model of rank 0."""
     return "same param" in _last_lines(said)
 
 
 def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
-    """Return the first collective that two programs called differently; None if there is none."""
+    """Return the first collective that two programs called differently, with all calls; None if there is none."""
     for name in dict.fromkeys(group.name for known in evidence.values() for group in known.groups):
         groups = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
         for number in sorted({call.number for group in groups.values() for call in group.calls}):
@@ -306,7 +305,7 @@ def _without_culprit(
     words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Return the verdict if each failed instance had lost another: on who ended early, or did not come."""
+    """Return who is at fault if each failed instance only lost another one: who ended early, or called less."""
     first_seconds = failed[0].exited_at_seconds or 0.0 if failed else 0.0
     early = [
         it.index

@@ -54,7 +54,7 @@ class Findings:
         return self.words.get(instance, LastWords())
 
     def reason_of(self, failed: InstanceStatus) -> str:
-        """Return the probable reason why the instance ``failed``, in words; "" if its last words suffice."""
+        """Return the probable reason for the failure ``failed``, in words; "" if its error message explains it."""
         if self.shortage and failed.problem in (AGENT_KILLED, SHIM_KILLED):
             return self.shortage
         if self.left_early and failed.problem == SHIM_KILLED:
@@ -71,7 +71,7 @@ class Findings:
 
 
 def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
-    """Return what the launcher lacked, such as processes, and what to do; "" if it lacked nothing.
+    """Return which resource the job's launcher lacked, such as processes, and what to do; "" if it lacked none.
 
     A launcher that cannot start a thread may lack a process, or address space for the thread's stack. If
     ``limits`` limit the address space, the text names both.
@@ -87,7 +87,7 @@ def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
-    """Return the reason for an instance's failure that its machine shows, such as lack of memory; "" if none."""
+    """Return why an instance ``failed``, if its host shows a reason such as lack of memory; "" if it does not."""
     limits = evidence.limits
     if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # the end of the program then shows no reason
         return ""

@@ -31,12 +31,12 @@ class Hang:
 
     @property
     def is_suspicion(self) -> bool:
-        """Whether poprun does not yet know in which calls the instances wait."""
+        """Whether the hang is only suspected, because it is unknown in which calls the instances wait."""
         return not self.waiting and not self.standing
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
-    """Return the hang since the last progress, or since ``since_seconds``; None if no instance waits."""
+    """Return who waits and for how long there is no progress, from ``since_seconds`` on; None if nobody waits."""
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     waiting: dict[str, list[int]] = {}
     for status in running:
@@ -96,7 +96,7 @@ def find_idle(
 
 
 def _seconds_since(changed_at_seconds: float | None, status: InstanceStatus, since_seconds: float) -> float:
-    """Return the seconds from an instance's last change to the time when poprun measured it last."""
+    """Return the seconds from an instance's last change, or ``since_seconds``, to its last measurement."""
     measured_at_seconds = status.usage.at_seconds if status.usage is not None else 0.0
     return measured_at_seconds - max(changed_at_seconds or 0.0, since_seconds)
 
@@ -107,7 +107,7 @@ def _changed_at_seconds(status: InstanceStatus) -> float:
 
 
 def _takes_part(index: int, progress: Progress) -> bool:
-    """Whether the instance ``index`` is a member of the collective that another program waits in."""
+    """Whether the instance ``index`` is a member of the collective in which the program of ``progress`` waits."""
     runs = progress.member_runs
     return not runs or any(first <= index <= last for first, last in runs)
 
@@ -120,7 +120,7 @@ def _seems_to_wait(status: InstanceStatus) -> bool:
 
 
 class HangWatch:
-    """The watch for a hang of a job: it searches again and again, and remembers what the user was told."""
+    """The repeated search for a hang while a job runs; it also records whether the user was told of the hang."""
 
     def __init__(self) -> None:
         self.hang: Hang | None = None  # the hang that was seen at the last look, or None
@@ -139,11 +139,11 @@ class HangWatch:
 
     @property
     def idle_seconds(self) -> float:
-        """The seconds without progress of any instance while some wait; 0 if none waits."""
+        """The seconds for which no instance has made progress while some wait; 0 if no instance waits."""
         return 0.0 if self.hang is None else self.hang.idle_seconds
 
     def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Search for a hang of the job, at most twice a second, because many instances take long."""
+        """Search for a hang of the job, unless the last search was less than half a second ago."""
         if now_seconds < self._next_seconds:
             return
         self._next_seconds = now_seconds + _LOOK_SECONDS
@@ -156,7 +156,7 @@ class HangWatch:
         self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
 
     def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Record in which collectives instances wait, by their stacks; not of instances that compute."""
+        """Record from stacks in which collective each instance waits, except instances that compute."""
         self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
         self._asked_at_seconds = now_seconds
         self.hang, self.is_told = None, False

@@ -31,7 +31,7 @@ HostRule = Callable[[str, Sequence[InstanceStatus]], HostFinding | None]
 
 
 def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, str]) -> list[HostFinding]:
-    """Return the problems that all rules find on the hosts; ``hosts`` has each instance's host."""
+    """Return the problems that the rules find on each host of a job; ``hosts`` has the host of each instance."""
     findings = []
     for host in dict.fromkeys(hosts.values()):
         here = [status for status in statuses if hosts[status.index] == host]
@@ -40,7 +40,7 @@ def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, s
 
 
 def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None:
-    """Return the problem that the host's memory, by its growth, will be full within an hour; None if not."""
+    """Return the problem that the memory of ``host``, as it grows now, is full within an hour; None if not."""
     rates = {status.index: growth_rate(status.memory) for status in here}
     growing = [status for status in here if rates[status.index] > 0.0]
     room = min((it.machine.room_bytes for it in growing if it.machine and it.machine.room_bytes), default=0)
@@ -54,7 +54,7 @@ def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None
 
 
 def growth_rate(curve: MemoryCurve) -> float:
-    """Return the growth of memory in bytes per second, over the last two thirds; 0 if it is unsteady."""
+    """Return the bytes per second by which memory grew in the last two thirds of ``curve``; 0 if unsteadily."""
     if not curve.samples:
         return 0.0
     first, last = curve.samples[0][0], curve.samples[-1][0]

@@ -52,10 +52,7 @@ _LOST: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """The end, or the present state, of an attempt: the status of each instance, and why it ended.
-
-    All facts that the verdict, the exit code and the report need are in this one value, so that these are pure.
-    """
+    """The end, or the present state, of an attempt of a job: the status of each instance, and why it ended."""
 
     statuses: Sequence[InstanceStatus]  # every instance, by index
     num_interrupts: int = 0  # times that Ctrl-C was pressed
@@ -109,7 +106,7 @@ def order_of_failure(status: InstanceStatus) -> tuple[int, float]:
 
 
 def failure_at_fault(end: JobEnd) -> InstanceStatus | None:
-    """Return the instance whose failure is at fault for the job's end; None if no instance failed."""
+    """Return the status of the instance whose failure is at fault for the job's end; None if none failed."""
     failed = first_failure(end.statuses)
     culprits = end.findings.verdict.culprits if end.findings is not None else ()
     if failed is None or failed.index in culprits:
@@ -118,16 +115,13 @@ def failure_at_fault(end: JobEnd) -> InstanceStatus | None:
 
 
 def has_left(end: JobEnd) -> bool:
-    """Return whether the first program that failed had saved its state and ended with 143, after SIGTERM.
-
-    A program ends with this code after it has saved its state because of SIGTERM.
-    """
+    """Whether the first program that failed ended with 143: it saved its state after SIGTERM, and then ended."""
     failed = first_failure(end.statuses)
     return failed is not None and failed.exit_code == _LEFT and not failed.problem and not failed.was_stopped
 
 
 def failed_while_leaving(end: JobEnd) -> InstanceStatus | None:
-    """Return the first instance that failed while poprun, asked to end, was stopping it; None if none."""
+    """Return the first instance that failed while poprun stopped the job after a request to end; None if none."""
     stopped = (status for status in end.statuses if end.is_terminated and status.was_stopped)
     failed = (status for status in stopped if (status.exit_code or 0) > 0 and status.exit_code != _LEFT)
     return min(failed, key=order_of_failure, default=None)

@@ -20,7 +20,7 @@ _FROM_OUTSIDE: Final = (Cause.LOST, Cause.UNKNOWN, Cause.SIGNAL)
 
 
 def reason_to_end(ends: Sequence[JobEnd]) -> str:
-    """Return the reason why no restart can help, in words; "" if another attempt may succeed."""
+    """Return why no restart of the job can help, in words; an empty text if another attempt may succeed."""
     last = _failure(ends[-1])
     if last is None:
         return ""
@@ -68,7 +68,7 @@ def _failure(end: JobEnd) -> _Failure | None:
 
 
 def _hopeless(failure: _Failure) -> str:
-    """Return the error, such as a wrong import, that every attempt repeats; "" if another attempt may succeed."""
+    """Return the error of ``failure``, such as a wrong import, if every attempt would repeat it; else ""."""
     summary, progress = failure.said.summary, failure.status.progress
     name = summary.partition(":")[0].rpartition(".")[2]
     if failure.verdict.cause is Cause.EXCEPTION and name in _NOT_THERE:

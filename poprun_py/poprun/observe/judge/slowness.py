@@ -38,7 +38,7 @@ _OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
 
 
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
-    """Return the instance that was late in each of the last windows, with reasons; None if there is none.
+    """Return the instance that was late in each of the last ``windows`` (periods of seconds), and why; or None.
 
     ``trip_seconds`` is the longest round trip of a message between hosts; 0 on one host. An instance that is late
     by less than a round trip, or that works no longer than the others, only receives messages later.
@@ -65,7 +65,7 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
 
 
 def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
-    """Return the instance that is late in some steps, with its delay, and how often; or None and ().
+    """Return the instance that is late in some steps, its mean delay, and a text how often; None and () if none.
 
     Instances that are late by chance are late in turns, so the probability of many late steps of one instance is
     the probability of coin tosses. Windows in which most steps are late do not count.
@@ -91,7 +91,7 @@ def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | Non
 
 
 def _find_latest(windows: Sequence[Window], trip_seconds: float) -> tuple[int, float] | None:
-    """Return the instance that is late in each of the last windows, and its mean delay; None if there is none."""
+    """Return the instance that is late in each of the last periods, and its mean delay; None if there is none."""
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
@@ -133,7 +133,7 @@ def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
 def find_slow_link(
     windows: Sequence[Window], round_trips: Mapping[str, float], own_host: str | None
 ) -> Slowness | None:
-    """Return the hosts with a slow network, if communication takes much of a step; None if not.
+    """Return the hosts whose network is slow, if communication takes a large part of each step; None if not.
 
     ``round_trips`` are the times of a message from poprun's host to each other host and back. If ``own_host`` is
     None, poprun runs outside of the job, and the way from poprun to the hosts does not count.
@@ -182,7 +182,7 @@ def _communication(window: Window) -> float:
 
 
 def _shared_delay(windows: Sequence[Window], instance: int) -> float:
-    """Return the part of an instance's delay that is chance, because all instances share too few cores."""
+    """Return how much of an instance's delay per step is chance, because all instances share too few cores."""
     more = _more(windows, instance, "run_delay")
     own = sum(window.totals[instance]["run_delay"] for window in windows)
     is_shared = own - more >= own / 2  # most other instances wait for a core nearly as long
@@ -190,7 +190,7 @@ def _shared_delay(windows: Sequence[Window], instance: int) -> float:
 
 
 def _certainty(windows: Sequence[Window], instance: int) -> float:
-    """Return how certainly ``instance`` is the latest: its mean lead, divided by the lead's standard error."""
+    """Return a measure of certainty that ``instance`` is the latest: its mean lead / the lead's standard error."""
     leads = [
         delays.get(instance, 0.0) - max(late for index, late in delays.items() if index != instance)
         for window in windows
@@ -202,13 +202,13 @@ def _certainty(windows: Sequence[Window], instance: int) -> float:
 
 
 def _leads(delays: Mapping[int, float], instance: int, least_seconds: float) -> bool:
-    """Whether ``instance`` is late by ``least_seconds``, and twice as late as any other instance."""
+    """Whether ``instance`` is late by ``least_seconds``, and at least twice as late as any other instance."""
     others = max((late for index, late in delays.items() if index != instance), default=0.0)
     return delays[instance] >= max(least_seconds, _LEAD * others)
 
 
 def find_pause(window: Window) -> tuple[int, str, float] | None:
-    """Return the instance that saved or validated alone, the phase and its seconds; None if there is none."""
+    """Return the instance that saved or validated while the others waited, the phase and seconds; None if none."""
     for index in window.delays:
         saving = _excess([window], index)["checkpoint"] * window.num_steps
         validating = _more([window], index, "long_forward")
@@ -244,7 +244,7 @@ def find_phase(windows: Sequence[Window], instance: int) -> str:
 
 
 def find_reasons(windows: Sequence[Window], instance: int) -> list[str]:
-    """Return why an instance is slow, in words, as machine, Python and data show; strongest reason first."""
+    """Return texts why an instance is slow, from what the kernel, Python and the data show; strongest first."""
     lost = sum(window.delays[instance] * window.num_steps for window in windows)
     seconds = windows[-1].ended_seconds - windows[0].began_seconds
     more = {name: _more(windows, instance, name) for name in windows[0].totals[instance]}
@@ -273,6 +273,6 @@ def waits_for_workers(windows: Sequence[Window], instance: int) -> bool:
 
 
 def _more(windows: Sequence[Window], instance: int, name: str) -> float:
-    """Return by how much the total ``name`` of ``instance`` is larger than the totals of most others."""
+    """Return by how much the total ``name``, such as gc, of ``instance`` exceeds the other instances' median."""
     totals = {index: sum(window.totals[index][name] for window in windows) for index in windows[0].totals}
     return totals[instance] - median(total for index, total in totals.items() if index != instance)

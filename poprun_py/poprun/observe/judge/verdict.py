@@ -73,7 +73,7 @@ def find_verdict_of_hang(
 def _find_outside_of_calls(
     verdict: Verdict, hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict | None:
-    """Return the verdict if instances wait for a file's lock, or stand still; None for other hangs."""
+    """Return who is at fault if instances wait for a file's lock, or stand still outside of calls; else None."""
     outside = {*hang.absent, *hang.standing}  # a helper of a waiting instance may wait for a lock by chance
     if any(known.awaited_locks for index, known in evidence.items() if index in outside):
         return _blame_lock(verdict, outside, evidence, read_line)
@@ -83,7 +83,7 @@ def _find_outside_of_calls(
 def _blame_lock(
     verdict: Verdict, outside: Collection[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict:
-    """Return the verdict that the instance which holds a file's lock is at fault, if any holds it."""
+    """Return the verdict that the instance which holds the file lock that others wait for is at fault."""
     waiting: dict[tuple[str, str], list[int]] = {}
     for index in sorted(evidence.keys() & outside):
         for lock in evidence[index].awaited_locks:
@@ -103,7 +103,7 @@ def _blame_lock(
 def _blame_standing(
     verdict: Verdict, standing: Sequence[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict:
-    """Return the verdict that instances wait for an ended child process, and where the others are."""
+    """Return the verdict on instances that stand still: where each is, and who waits for an ended child."""
     by_line: dict[str, list[int]] = {}
     details = []
     culprits = []
@@ -123,14 +123,14 @@ _MULTIPROCESSING: Final = "/multiprocessing/"
 
 
 def _waits_unsaid(known: InstanceEvidence | None) -> bool:
-    """Whether a program's stack shows a wait in a collective that the program has not reported."""
+    """Whether the stack of a program shows that it waits in a collective, although it has not reported a wait."""
     return known is not None and bool(collective_of(known.stacks))
 
 
 def _left_to_finalize(
     hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> tuple[int, ...]:
-    """Return the instances in MPI_Finalize while all others wait for them in a call; () if there are none."""
+    """Return the instances in MPI_Finalize for which the other instances wait in a call; () if there are none."""
     if set(hang.waiting) != {FINALIZE} or not hang.absent:
         return ()
     known = [evidence.get(index, InstanceEvidence()) for index in hang.absent]
@@ -150,7 +150,7 @@ def _blame_lone(
     waiting: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict | None:
-    """Return the verdict if some wait for a message or torch's store, and others in collectives; else None."""
+    """Return the verdict if some instances wait for a message or torch's store, not in a collective; else None."""
     culprits: tuple[int, ...] = ()
     details: tuple[str, ...] = ()
     for queue in queues:
@@ -182,7 +182,7 @@ _WITH_ROOT: Final = ("broadcast", "reduce(", "gather(", "scatter(")
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
-    """Return the verdict if all instances wait: in different groups, with other sizes, or unexplained."""
+    """Return the verdict if every instance waits: in different groups, with different sizes, or why is unknown."""
     for queue in queues:
         if not queue.behind and len({call.sizes for call in queue.calls.values()}) > 1:
             return blame_different(verdict, queue)
@@ -278,7 +278,7 @@ def _queue(
 
 
 def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
-    """Return the verdict that the smaller part of the instances called a wrong collective, if any."""
+    """Return the verdict that instances called different collectives; the smaller of two parts is at fault."""
     alike: dict[str, list[int]] = {}
     for index, call in sorted(queue.calls.items()):
         alike.setdefault(call.kind if queue.has_different_calls else str(call), []).append(index)
@@ -313,7 +313,7 @@ def _blame_absent(
     evidence: Mapping[int, InstanceEvidence],
     read_line: ReadLine,
 ) -> Verdict:
-    """Return the verdict that instances in their own code, or waiting for a helper, are at fault."""
+    """Return the verdict that the ``absent`` instances are at fault: they run own code, or wait for a helper."""
     details = [] if queue is None else [queue.describe()]
     cause, places = Cause.ABSENT, dict(verdict.places)
     for index in absent:
@@ -354,7 +354,7 @@ def _blame_early(verdict: Verdict, ended: Sequence[int], queue: Queue | None, ha
 def blame_ends(
     verdict: Verdict, ended: Sequence[int], others: Sequence[int], details: Sequence[str], advice: str
 ) -> Verdict:
-    """Return the verdict that the ended instances are at fault, or the ``others`` if most have ended."""
+    """Return the verdict that the ``ended`` instances are at fault, or, if these are most, the ``others``."""
     verdict = replace(verdict, details=tuple(details), advice=advice)
     if 2 * len(ended) <= len(ended) + len(others):
         return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(ended), victims=tuple(others))
@@ -396,7 +396,7 @@ def stuck_helper(known: InstanceEvidence) -> Helper | None:
 
 
 def helper_frame(helper: Helper) -> StackFrame | None:
-    """Return the latest call in the user's code on a child process's stack, after its start; None if none."""
+    """Return the latest call in the user's code on the stack of a child process; None if there is none."""
     main = helper.stacks.main
     starts = [number for number, frame in enumerate(main) if frame.file.endswith(_PROCESS)]
     return own_frame(main[starts[-1] + 1 :]) if starts else None

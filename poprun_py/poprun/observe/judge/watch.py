@@ -49,7 +49,7 @@ class LookRound:
         return now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
 
     def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
-        """Begin to wait for answers of all instances; ``ahead_seconds`` are the leads of their clocks."""
+        """Begin to wait for all answers; ``ahead_seconds``: how far each instance's clock is ahead of poprun's."""
         self._ahead_seconds, self._looks = ahead_seconds, {}
         self._asked, self._asked_at_seconds = set(ahead_seconds), now_seconds
 
@@ -79,7 +79,7 @@ class LookRound:
 
 
 class PerformanceWatch:
-    """The measured windows of an attempt, and the slow instances and pauses found in them."""
+    """The measured speed of an attempt's instances, and which instances were slow, or paused, and when."""
 
     def __init__(self, began_at_seconds: float, places: Places = _NO_HOSTS) -> None:
         self.round = LookRound()
@@ -116,12 +116,12 @@ class PerformanceWatch:
         return []
 
     def update(self, num_instances: int, now_seconds: float) -> list[str]:
-        """Handle the answers if all instances have answered; return the lines to print now."""
+        """Handle the instances' answers once all have answered; return lines about slow instances to print."""
         looks = self.round.finish(now_seconds)
         return self.add_looks(looks) if len(looks) == num_instances else []
 
     def add_looks(self, looks: Mapping[int, Look]) -> list[str]:
-        """Add the answers of all instances to one question; return the lines to print now."""
+        """Compare the answers of all instances with their answers before; return lines about slow instances."""
         if self._before.keys() != looks.keys():
             self._before = looks
             return []
@@ -133,7 +133,7 @@ class PerformanceWatch:
         return [] if is_first else self._add_window(window, looks)
 
     def _add_window(self, window: Window, looks: Mapping[int, Look]) -> list[str]:
-        """Add a window, if it has no pause; return lines about an instance that is slow, or fast again."""
+        """Add a measured period, unless it has a pause; return lines on an instance that is slow or fast again."""
         for index, seconds in window.waits.items():
             waited = seconds * window.num_steps
             self.waiting_seconds[index] = self.waiting_seconds.get(index, 0.0) + waited
