@@ -35,7 +35,7 @@ _NOT_OWN: Final = ("start", "waiting", _COMMUNICATION)  # phases in which an ins
 
 
 class Change(StrEnum):
-    """The kinds of change of a number from one report to another."""
+    """The ways in which a number, such as the time of a step, can differ between two reports."""
 
     NONE = "no difference"
     SLOWER = "slower"
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def is_known(self) -> bool:
-        """Whether the number differs by more than noise between the two reports."""
+        """Whether the two reports differ in this number by more than noise."""
         return self.change not in (Change.NONE, Change.UNKNOWN)
 
 
@@ -122,7 +122,7 @@ class _Speed:
 
 
 def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference:
-    """Return how the time of a step changed from one attempt to another, without waits for a core."""
+    """Return how the time of a step differs between two attempts, apart from waits for a processor core."""
     speeds = _speeds(before, after)
     if speeds is None:
         return Difference(
@@ -157,7 +157,7 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
 
 
 def _judged(own: float, *, is_none: bool, is_hidden: bool) -> Change:
-    """Return the kind of a change, given the share ``own`` by which a step takes longer."""
+    """Return whether a step became slower or faster, or neither; it takes longer by the share ``own``."""
     if is_none:
         return Change.UNKNOWN if is_hidden else Change.NONE
     return Change.SLOWER if own > 0 else Change.FASTER
@@ -178,7 +178,7 @@ def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _
 
 
 def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
-    """Return the time of a step in an attempt, by its curve ``name``; None without it, or if too short."""
+    """Return the time of a step, from an attempt's curve ``name``; None if the curve is missing or too short."""
     windows = _training_windows(attempt.curves_of(name))
     ends = [len(windows) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
     rates = [fmean(rate for _, rate in windows[start:end]) for start, end in pairwise(ends) if start < end]
@@ -196,7 +196,7 @@ def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
 
 
 def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
-    """Return end and median rate of each window with steps in the curves, except the first and last."""
+    """Return end and median rate of each period in the curves that has steps, except the first and the last."""
     if not curves:
         return ()
     rows = zip(*(it.middle for it in curves), strict=False)
@@ -207,7 +207,7 @@ def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
 
 
 def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Iterator[str]:
-    """Yield, in words, the phases and instances that explain a large part of a step that is ``longer``."""
+    """Yield texts about the phases and instances for which a step takes ``longer`` seconds more, or less."""
     first = {it.index: _step_phases(it) for it in before.instances}
     changes = {
         it.index: {phase: seconds - first[it.index].get(phase, 0.0) for phase, seconds in _step_phases(it).items()}
@@ -228,7 +228,7 @@ def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Itera
 
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return the name of ``indices`` as text: all instances, a host, or the numbers of the instances."""
+    """Return a name for the instances ``indices``: all instances, a host if all of it is meant, or numbers."""
     there = {hosts[index] for index in indices}
     if len(indices) == len(hosts):
         return "all instances"
@@ -243,7 +243,7 @@ def _step_phases(instance: InstanceRecord) -> dict[str, float]:
 
 
 def _memory_difference(before: AttemptRecord, after: AttemptRecord) -> Iterator[Difference]:
-    """Yield how the peak memory changed from one attempt to another, if both peaks are known."""
+    """Yield the difference between the peak memory of two attempts, if both peaks are known."""
     (first, _), (second, index) = _fullest(before), _fullest(after)
     if not first or not second:
         return

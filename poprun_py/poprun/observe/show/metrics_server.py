@@ -44,7 +44,7 @@ class _BoundedServer(ThreadingWSGIServer):
         super().__init__(*words)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request in a thread; if connections are too many, first end the oldest one."""
+        """Answer a request in a thread; if connections are too many, first close the oldest connection."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError, IndexError):
                 [*self._opened][0].shutdown(socket.SHUT_RDWR)  # noqa: RUF015 - threads change the dict
@@ -53,7 +53,7 @@ class _BoundedServer(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection and make room for another one, after its thread has ended."""
+        """Close a connection whose thread has ended, so that another client can connect."""
         super().shutdown_request(request)
         del self._opened[request]
         self._room.release()
@@ -63,7 +63,7 @@ class _BoundedServer(ThreadingWSGIServer):
 
 
 class MetricsServer:
-    """A thread that answers Prometheus at a port with the last known state of the job."""
+    """An HTTP server, in a thread, that answers Prometheus with the last stored state of a job."""
 
     def __init__(self, port: int) -> None:
         self._looks: Sequence[tuple[InstanceStatus, str, dict[str, float]]] = ()

@@ -50,7 +50,7 @@ _KILLED_AT: Final = re.compile(r"PID \d+ RUNNING AT (\S+)")
 def blame_aborter(
     statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
 ) -> list[InstanceStatus]:
-    """Return ``statuses`` in which the instance that called MPI_Abort has failed with the call's code."""
+    """Return the ``statuses`` of the instances, changed so that the caller of MPI_Abort failed with its code."""
     # an MPI launcher ends with the code, or kills the shims; then only standard error contains the code
     if launcher_code == 0 and not any(status.problem == SHIM_KILLED for status in statuses):
         return list(statuses)
@@ -68,7 +68,7 @@ def blame_aborter(
 def blame_host(
     statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
 ) -> list[InstanceStatus]:
-    """Return ``statuses`` in which the shim on the host that MPICH's launcher names was lost first."""
+    """Return ``statuses``, changed so that the instance on the host that MPICH's launcher names was lost first."""
     # Hydra then kills the shims on other hosts, and poprun may hear of these shims earlier
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
     lost = [status for status in statuses if status.problem == SHIM_KILLED]
@@ -81,7 +81,7 @@ def blame_host(
 
 
 def _printed_code(tail: Sequence[str]) -> int | None:
-    """Return the exit code of the first MPI_Abort in an output, from 1 to 255; None if there is none."""
+    """Return the exit code, 1 to 255, of the first MPI_Abort in a program's last lines ``tail``; None if none."""
     codes = [int(match[1]) & 0xFF for match in map(_ABORT.match, tail) if match]
     return next(iter(codes), 0) or None
 
@@ -126,7 +126,7 @@ def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
 
 
 def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
-    """Return a warning if the instances trained alone, or without popdist; "" if they did not."""
+    """Return a warning if each instance trained a model of its own, or none used popdist; "" if neither."""
     if not end.has_started:
         return ""
     num = plan.num_instances
@@ -243,7 +243,7 @@ def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
 
 
 def without_tracebacks(launcher_output: Sequence[str]) -> list[str]:
-    """Return the launcher's output lines without Python's tracebacks, which only shims print."""
+    """Return the MPI launcher's output lines without the Python tracebacks, which poprun's own processes wrote."""
     kept: list[str] = []
     is_inside = False
     for line in launcher_output:
@@ -261,7 +261,7 @@ def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[st
 
 
 def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
-    """Return the instances of an MPI job that had ended with 0 when other instances' shims were lost."""
+    """Return the instances of an MPI job that ended with 0 before the parent process of another was killed."""
     lost = [it.exited_at_seconds or 0.0 for it in end.statuses if it.problem == SHIM_KILLED]
     if plan.mpi is None or not lost:
         return ()
@@ -270,7 +270,7 @@ def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
-    """Whether the launcher failed only because one of its own processes was killed."""
+    """Whether the MPI launcher failed only because one of its own processes was killed."""
     # if a shim was killed, Hydra prints a message, and PRRTE ends with the code of SIGKILL
     failed = first_failure(end.statuses)
     if failed is None or (end.launcher_code or 0) < 0:
@@ -288,7 +288,7 @@ def explain(
     launcher_output: Sequence[str],
     kills_before: KillCounts | None,
 ) -> JobEnd:
-    """Print how the job ended; return ``end`` with all findings from the last output lines ``tails``."""
+    """Print how the job ended and who is at fault; return ``end`` with these findings."""
     left_early = _left_early(end, plan)
     statuses = blame_host(end.statuses, plan, launcher_output)
     end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))
@@ -320,7 +320,7 @@ def _describe_others(
     parallelism: Parallelism,
     victims: Collection[int],
 ) -> list[str]:
-    """Return at most ``MAX_OTHER_LINES`` lines about all instances but ``failed``, failures first."""
+    """Return at most three lines on how the instances other than ``failed`` ended, failures first."""
     kind = kind_of_failure(failed, words)
     groups: dict[tuple[int, str], list[int]] = {}
     texts: dict[tuple[int, str], str] = {}

@@ -57,7 +57,7 @@ def compare(before: str, after: str, *, fail_on_worse: bool) -> None:
 @report.command()
 @click.argument("folder", metavar="DIR")
 def trace(folder: str) -> None:
-    """Show where the time of a trace went, by instance, and who was last.
+    """Show how each instance of a trace spent its time, and which instances came last.
 
     DIR is the folder that was given to `poprun --trace DIR`.
     """

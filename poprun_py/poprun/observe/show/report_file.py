@@ -124,7 +124,7 @@ def _record_instance(
 
 
 def _phase_seconds(end: JobEnd, status: InstanceStatus) -> dict[str, float]:
-    """Return the seconds of an instance in each phase, until now if it runs; {} if nothing was measured."""
+    """Return the seconds that an instance spent in each phase, until its end or until now; {} if not measured."""
     began, ended = status.started_at_seconds, status.exited_at_seconds
     if status.counters is None or began is None:
         return {}

@@ -49,7 +49,7 @@ def instance_cells(instance: InstanceRecord, attempt: AttemptRecord) -> dict[str
 
 
 def text_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return ``rows``, each with texts by heading, as a terminal's table without empty columns."""
+    """Return ``rows``, dicts from heading to text, as a table for a terminal, without columns that are empty."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     headings = [heading for heading in dict.fromkeys(chain(*rows)) if any(row.get(heading) for row in rows)]
     for heading in headings:

@@ -109,7 +109,7 @@ def _verdict(verdict: Verdict) -> str:
 
 
 def _shown_instances(attempt: AttemptRecord) -> list[InstanceRecord]:
-    """Return the instances to print: all if they are few, else the failed and the slow ones first."""
+    """Return the instances to show: all if there are at most 16, else the failed and slow ones and some others."""
     verdict = attempt.verdict
     named = {*(it.instance for it in attempt.slowdowns), *(verdict.culprits if verdict else ())}
     named |= set() if attempt.first_failure is None else {attempt.first_failure}

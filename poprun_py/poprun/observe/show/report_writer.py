@@ -21,7 +21,7 @@ _LARGEST_SHARE: Final = 0.02  # largest share of poprun's time in which it write
 
 
 class ReportWriter:
-    """The writer of a job's report files. Of each file that it cannot write it warns once."""
+    """The writer of a job's report files; if a file cannot be written, it logs one warning for this file."""
 
     def __init__(self, files: Sequence[str], folder: str) -> None:
         self._paths = {file: os.path.join(folder, file) for file in files if file.endswith((PAGE, DATA))}

@@ -46,14 +46,14 @@ class Rate:
 
 
 def rates(before: JobView | None, after: JobView) -> list[Rate]:
-    """Return the speed of each instance between two views; unknown without ``before`` or after a restart."""
+    """Return each instance's speed from two states of the job; unknown without ``before`` or after a restart."""
     if before is None or before.restart_count != after.restart_count:
         return [Rate()] * len(after.instances)
     return [_rate(old, new) for old, new in zip(before.instances, after.instances, strict=True)]
 
 
 def _rate(before: InstanceView, after: InstanceView) -> Rate:
-    """Return the speed of one instance between two states, unknown if they were not measured."""
+    """Return the speed of one instance from two of its states; unknown if a state has no measurement."""
     if before.looked_at_seconds is None or after.looked_at_seconds is None:
         return Rate()
     seconds = after.looked_at_seconds - before.looked_at_seconds
@@ -102,7 +102,7 @@ def fit(text: str, width: int) -> str:
 
 
 def _narrow(kept: Sequence[str], rows: Sequence[Row], width: int) -> list[str]:
-    """Return the headings of the columns that fit in ``width``; states are cut before columns are left out."""
+    """Return the headings of the columns that fit in ``width``; texts of states are cut before columns go."""
     kept = list(kept)
     for heading in _FIRST_TO_GO:
         if _width_of(kept, rows) <= width:

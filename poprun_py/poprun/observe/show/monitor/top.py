@@ -57,7 +57,7 @@ class RunningJob:
 
 
 def running_jobs() -> list[RunningJob]:
-    """Return this user's running jobs on this machine, sorted by process id. ClickException without /proc."""
+    """Return this user's running jobs on this machine, by process id. Raise ClickException without /proc."""
     try:
         text = Path(_SOCKETS).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -81,7 +81,7 @@ def _connected(address: str) -> Iterator[socket.socket]:
 
 
 def watch(job: RunningJob) -> Iterator[JobView]:
-    """Yield each state that a running job sends, until it ends. Raises OSError or ProtocolError on failure."""
+    """Yield each state that a running job sends, until it ends. Raise OSError or ProtocolError if that fails."""
     with _connected(job.address) as connection:
         connection.sendall(encode({"event": VIEW_EVENT}))
         connection.settimeout(_SILENCE_SECONDS)
@@ -129,7 +129,7 @@ def _row(running: RunningJob, view: JobView) -> str:
 
 
 def _choose(rows: Sequence[str]) -> int | None:
-    """Return the index of the job that the user chooses from ``rows`` by arrows and Enter; None if by none."""
+    """Return the index of the job that the user chooses from ``rows`` with arrow keys and Enter; None if none."""
     title = "several jobs are running; choose with the arrow keys and Enter, leave with q"
     place = 0
     with _keys() as keys, Live(auto_refresh=False, transient=True) as live, suppress(KeyboardInterrupt):
@@ -145,7 +145,7 @@ def _choose(rows: Sequence[str]) -> int | None:
 
 @contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """A context with the keys that the user presses, without echo and without waiting for Enter."""
+    """A context with an iterator over the keys that the user presses, which the terminal does not print."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
@@ -190,7 +190,7 @@ def _show(job: RunningJob) -> None:
 
 
 def draw_views(views: Iterable[JobView], console: Console, *, is_transient: bool) -> None:
-    """Draw each state of a job that ``views`` yields at the end of a terminal, over the state before."""
+    """Draw each state of a job from ``views`` in the last lines of a terminal, in place of the state before."""
     recent: deque[JobView] = deque(maxlen=_VIEWS_OF_A_RATE)
     size = console.size
     live = Live(console=console, auto_refresh=False, transient=is_transient)

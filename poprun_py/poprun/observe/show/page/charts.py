@@ -86,7 +86,7 @@ def charts_of(attempts: Sequence[AttemptRecord], offsets: Sequence[float]) -> li
 
 
 def _curves_in(attempt: AttemptRecord) -> Iterator[Mapping[str, Curve]]:
-    """Yield the folded curves of an attempt, and then the curves of each of its instances."""
+    """Yield the curves over all instances of an attempt, and then the curves of each of its instances."""
     yield attempt.curves
     yield from (it.curves for it in attempt.instances)
 
@@ -138,14 +138,14 @@ def _names_of_instances(count: int) -> Iterator[tuple[str, str]]:
 
 
 def _last_value(curve: Curve) -> str:
-    """Return the last value of a curve as text, such as ``nan``, which a report contains as text."""
+    """Return the last value of a curve as text, such as ``0.25`` or ``nan``; an empty text if it has no value."""
     known_values = [it for it in curve.middle if it is not None] if curve.last is None else [curve.last]
     last = known_values[-1] if known_values else ""
     return last if isinstance(last, str) else f"{last:.4g}"
 
 
 def render_charts(charts: Sequence[Chart], seconds: float, breaks: Sequence[float]) -> str:
-    """Return the HTML of all charts, over ``seconds`` of the job, with a mark at each of ``breaks``.
+    """Return the HTML of all charts, over ``seconds`` of the job, with a mark at each restart in ``breaks``.
 
     One legend stands above charts that have the same lines; a chart with other lines has its own legend.
     """
@@ -164,7 +164,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _prepared(chart: Chart, group: int) -> Chart:
-    """Return the chart in a readable unit, in which the mean of each ``group`` of points is one point."""
+    """Return the chart with bytes in a readable unit, and with each ``group`` of points replaced by their mean."""
     unit, factor = chart.unit, 1
     if unit == "bytes":
         unit, factor = unit_of_bytes(max((it for line in chart.lines for it in line.values), default=0.0))

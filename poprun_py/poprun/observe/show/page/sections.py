@@ -99,7 +99,7 @@ def _figures(job: JobRecord, time: JobTime) -> str:
 
 
 def _end(job: JobRecord) -> str:
-    """Return the HTML on how a job and its attempts ended; "" if it runs, or ended well at once."""
+    """Return the HTML on how a job and its attempts ended; "" if its only attempt runs, or ended well."""
     attempts = job.attempts
     parts = [_text(job.error)]
     if len(attempts) == 1:

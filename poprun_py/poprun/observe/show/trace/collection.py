@@ -60,7 +60,7 @@ class InstanceClock:
 
 
 def prepare_folder(plan: LaunchPlan, job_id: str, restart_count: int) -> None:
-    """Make the folder in which programs record an attempt. Raises UsageError if it cannot be made."""
+    """Make the folder in which an attempt's programs write their recordings. Raise UsageError if that fails."""
     check_folder_name("--trace", job_id)
     parts = plan.trace_parts(job_id, restart_count)
     try:
@@ -140,7 +140,7 @@ def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The facts about the recording of one instance, before its events are read."""
+    """The description, the clock and the collectives in one instance's recording, without its events."""
 
     about: About
     clock: InstanceClock
@@ -204,7 +204,7 @@ class Merging:
         self.problems[f"it cannot be read: {error}; it stays in {self._parts}"].append(index)
 
     def write(self, folder: str) -> TraceTable | None:
-        """Write the trace and its table of times to ``folder``; return the table, None if there is nothing."""
+        """Write the trace and its table of times to ``folder``; return the table, None if nothing was recorded."""
         if not self._traced:
             return None
         file = os.path.join(self._parts, TRACE_FILE)
@@ -218,7 +218,7 @@ class Merging:
         return table
 
     def _describe(self) -> dict[str, object]:
-        """Return what the trace file says about itself: each instance's clock, and how exact it is."""
+        """Return the description that the trace file contains: each instance's clock, and how exact it is."""
         clocks = {
             index: {
                 "host": self._plan.instance(index).host,
@@ -231,7 +231,7 @@ class Merging:
         return {"version": VERSION, "clock": _METHOD, "zero_epoch_ns": self._origin_ns, "instances": clocks}
 
     def _events(self) -> Iterator[Mapping[str, object]]:
-        """Yield the trace's events, one instance after the other, because all may not fit in memory."""
+        """Yield the trace's events, one instance after the other, because all events may not fit in memory."""
         calls = {}
         for index, traced in self._traced.items():
             try:

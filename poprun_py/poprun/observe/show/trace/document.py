@@ -65,7 +65,7 @@ def _titles(index: int, title: str, names: Mapping[str, str], places: Places) ->
 def joint_events(
     joint_calls: Mapping[CallKey, Arrivals], calls: Mapping[int, Iterable[Call]], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the trace's arrows: for each collective from the first instance that called it to the last."""
+    """Yield an arrow of the trace for each collective, from the instance that called it first to the last one."""
     lanes = {index: {call.key: lane for lane, call in lanes_of(own_calls)} for index, own_calls in calls.items()}
     for number, (key, arrivals) in enumerate(joint_calls.items()):
         came = sorted((at, instance) for instance, at in arrivals.items() if key in lanes.get(instance, ()))
@@ -77,7 +77,7 @@ def joint_events(
 
 
 def lanes_of(calls: Iterable[Call]) -> list[tuple[int, Call]]:
-    """Return each call with the number of the first row that is free at its begin, as calls may overlap."""
+    """Return each call with a number of a row, so that calls which overlap in time are in different rows."""
     free_at: list[int] = []
     placed = []
     for call in sorted(calls, key=lambda it: it.begin_ns):
@@ -138,7 +138,7 @@ def _slice(one: Slice, origin_ns: int) -> dict[str, object]:
 
 
 def _arrows(index: int, arrows: Iterable[Arrow], places: Places, origin_ns: int) -> Iterator[dict[str, object]]:
-    """Yield torch's own arrows, with numbers that no other arrow in the trace has; arrows need both ends."""
+    """Yield the arrows of torch that have both ends, with numbers that no other arrow of the trace has."""
     ends: dict[tuple[str, int], list[Arrow]] = {}
     for one in arrows:
         ends.setdefault((one.name, one.number), []).append(one)

@@ -13,7 +13,7 @@ _ROUNDING_NS: Final = 1000
 
 
 def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arrivals]:
-    """Return the collectives that all traced members of a process group called, with the call times."""
+    """Return the collectives that all traced members of a process group called, with the time of each call."""
     arrivals: dict[CallKey, dict[int, int]] = defaultdict(dict)
     members: dict[str, set[int]] = defaultdict(set)
     for instance, own_calls in calls.items():
@@ -24,7 +24,7 @@ def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arriv
 
 
 def with_ends(calls: Iterable[Call], slices: Iterable[Slice]) -> list[Call]:
-    """Return the ``calls`` that ended while they were traced, each with the end of its work in ``slices``.
+    """Return the ``calls`` that ended during the trace, each with the end that its operation in ``slices`` has.
 
     A group does its collectives in the order in which they were called.
     """

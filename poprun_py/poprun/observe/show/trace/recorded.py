@@ -120,7 +120,7 @@ def _popdist_group(members: Sequence[int]) -> str:
 
 
 def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[int], int]) -> Recorded:
-    """Return the events in the outputs of torch's profiler and loader workers. ValueError if damaged."""
+    """Return the events that torch's profiler and loader workers recorded. Raise ValueError if damaged."""
     names = {thread: "main thread"}
     slices, arrows = _read_profile(profile, names)
     loads = _read_workers(workers)
@@ -184,7 +184,7 @@ def _read_workers(text: str) -> list[Slice]:
 
 
 def _nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return ``slices`` by row and time; an inner slice that ends, by rounding, after its outer one is cut."""
+    """Return ``slices`` by row and time; cut an inner one that, because of rounding, ends after its outer one."""
     nested: list[Slice] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda it: (it.row, it.begin_ns, -it.end_ns)):

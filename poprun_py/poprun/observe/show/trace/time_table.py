@@ -83,7 +83,9 @@ def where_time_went(
     calls: Sequence[Call],
     joint_calls: Mapping[CallKey, Arrivals],
 ) -> InstanceTimes:
-    """Return the seconds of an instance in each part of a traced ``window``, by its GPUs if it has any."""
+    """Return the seconds of the traced ``window`` that an instance spent in each part, such as waiting for others,
+    measured by its GPU kernels if it has any, otherwise by the operations of its main thread.
+    """
     kernels = [it for it in slices if it.category == "kernel"]
     if kernels:
         busy = _spans(it for it in kernels if _COLLECTIVE_KERNEL not in it.name.lower())
@@ -115,7 +117,7 @@ def where_time_went(
 
 
 def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Counter[str]) -> None:
-    """Add each operation's calls and time, without inner operations, to ``num_calls`` and ``own_ns``."""
+    """Add to ``num_calls`` and ``own_ns`` the calls and the time of each operation, without inner operations."""
     category = "kernel" if any(it.category == "kernel" for it in slices) else "cpu_op"
     around: list[Slice] = []
     for one in slices:
@@ -210,7 +212,7 @@ _GAINS: Final = {
 
 
 def gains(table: TraceTable) -> dict[str, float]:
-    """Return the share of the time that each improvement would save, in the mean over the instances."""
+    """Return the share of the time that each improvement, such as hidden communication, would save on average."""
     seconds = {part: sum(it.seconds[part] for it in table.instances) for part in PARTS}
     whole = sum(seconds.values()) or 1.0
     return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
