@@ -80,7 +80,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """Return the seconds, at most 30, before a job that ended with ``end`` restarts; None if it must not."""
+    """Return the seconds (at most 30) to wait before a job that ended with ``end`` restarts; None: no restart."""
     # no restart of a job that somebody asked to end, or whose program forbids a restart or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)

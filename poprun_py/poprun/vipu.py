@@ -86,7 +86,7 @@ def main() -> None:
 )
 @click.pass_context
 def vipu(ctx: click.Context, server_host: str | None, server_port: int, timeout: float) -> None:
-    """Look at the virtual IPUs of this machine, and keep some together as partitions.
+    """Show the virtual IPUs of this machine, and reserve some of them together as partitions.
 
     A virtual IPU is a GPU, a share of the cores, or a place of the pod that POPRUN_POD names. They are handed out
     from one pool for all users of the machine; POPRUN_POOL names another one. vipu serve hands them out to other
@@ -324,7 +324,7 @@ def _log(*texts: str) -> None:
 
 
 def _served_cluster() -> Cluster:
-    """Return the virtual IPUs that this server hands out: those of the pod in POPRUN_POD, or of this machine."""
+    """Return the virtual IPUs that this server hands out: of the pod that POPRUN_POD names, or of this machine."""
     pod = os.environ.get(_POD_VARIABLE)
     return pod_of(pod) if pod else _cluster_here()
 

@@ -166,7 +166,7 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
-    """Join the option values of several sources, such as a file and the command line; a later source overrides."""
+    """Join the option values of several sources, such as a file, then the command line; the last value counts."""
     found = {
         one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
     }
@@ -282,9 +282,8 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(form: str, text: str, words: deque[str]) -> str | None:
-    """Return the value of the option ``form``: ``text``, which getopt read, or the next word; None if none.
-
-    A switch uses the next of ``words`` only if this word means yes or no.
+    """Return the value of the option ``form`` as text: ``text``, if it stands in the same word, otherwise the next
+    of ``words``; None if ``words`` is empty. A switch uses the next word only if this word means yes or no.
     """
     option, is_negated = _forms()[form]
     if not form.startswith("--"):

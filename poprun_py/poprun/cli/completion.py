@@ -1,7 +1,4 @@
-"""Completions of poprun's command line for a shell: options, values of options, hosts and partitions.
-
-click provides the scripts for the shells. The words before the completed word are parsed as poprun parses them.
-"""
+"""Completions of poprun's command line for a shell: options, values of options, hosts and partitions."""
 
 import os
 import re
@@ -38,7 +35,7 @@ def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
 
 
 def host_names_in(kind: str, text: str) -> Iterator[str]:
-    """Yield the host names, but no patterns and addresses, in ``text``, the content of the file ``kind``."""
+    """Yield the host names, not patterns or addresses, in ``text``, the content of a file named ``kind``."""
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if kind == "config":
@@ -76,7 +73,7 @@ def answer(instruction: str) -> str:
 
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[CompletionItem[str]]":
-    """Return the possible completions of ``incomplete``, the last word of a command line, after ``args``."""
+    """Return the completions of ``incomplete``, the last word of a command line that begins with ``args``."""
     rest, awaiting = deque(word for word in args if word != "="), None  # bash makes "=" a word of its own
     while begins_with_option(rest):
         awaiting = next((option for option, text in _options(rest) if text is None), None)
@@ -103,7 +100,7 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[str]]":
-    """Return the completions of ``begun``, a value of ``option``; in a list of hosts, of the last host."""
+    """Return the values of ``option`` that begin with ``begun``; in a list of hosts, complete the last host."""
     if option.kind in (FILE, FOLDER, SIZES):
         return [CompletionItem(begun, type="dir" if option.kind is FOLDER else "file")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)

@@ -1,7 +1,4 @@
-"""A file of options: YAML such as ``host: node[0-3]``, in which each value is written as on the command line.
-
-:func:`read_config` reads what :func:`config_text` writes. Error messages contain the number of the line.
-"""
+"""A file of options: YAML such as ``host: node[0-3]``, in which each value is written as on the command line."""
 
 import os
 from collections.abc import Iterable, Mapping

@@ -97,7 +97,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words_of_instances(texts: Sequence[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Return pairs of an instance's index and its words, parsed from texts such as ``0:"-x A=1"``."""
+    """Return pairs of an instance's index and its options for MPI, parsed from texts such as ``0:"-x A=1"``."""
     pairs = []
     for text in texts:
         index, colon, words = text.partition(":")

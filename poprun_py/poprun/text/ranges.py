@@ -159,7 +159,7 @@ def _cut(host: str) -> _Cut:
 
 
 def _fold_run(run: list[_Cut]) -> str:
-    """Return host names that differ only in their last number as one text, such as ``node[1-3]``; or a list."""
+    """Return names that differ only in their last number as ``node[1-3]``; join names without number by ``,``."""
     if len(run) == 1 or not run[0][1]:
         return ",".join(map("".join, run))
     before, _, behind = run[0]

@@ -60,7 +60,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
-    """Return the exit code of ``run()``; if it raises, pass the message to ``report``, return the error's code."""
+    """Return the exit code of ``run()``; if it raises, ``report`` the message and return the error's exit code."""
     try:
         return run()
     except BrokenPipeError:

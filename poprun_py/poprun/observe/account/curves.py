@@ -63,7 +63,7 @@ class WindowedCurve:
             self.window_seconds *= 2
 
     def values(self, window_seconds: float) -> list[float | None]:
-        """Return the curve's mean in windows of ``window_seconds``, 2^n of its own windows; None if unknown."""
+        """Return the curve's means in windows of ``window_seconds``, each 2^n own windows long; None: unknown."""
         sums, weights = self._sums, self._weights
         for _ in range(round(math.log2(window_seconds / self.window_seconds))):
             sums, weights = _paired(sums), _paired(weights)
@@ -94,7 +94,7 @@ class InstanceCurves:
             self._curve(name, unit).add_rate(before_seconds, at_seconds, total - before)
 
     def add_lines(self, lines: str, delay_seconds: float, now_seconds: float) -> None:
-        """Add the numbers in ``lines``, reported by a program whose clock is ``delay_seconds`` behind."""
+        """Add the numbers in ``lines`` of a program; the attempt's time is the program's + ``delay_seconds``."""
         for line in lines.splitlines():
             told_seconds, numbers = _read_line(line)
             is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds

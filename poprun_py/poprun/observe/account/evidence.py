@@ -153,7 +153,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceEvidence:
-    """What one instance reported of itself after a failure or in a hang: stacks, collectives, file locks."""
+    """The evidence that one instance reported in a hang or after a failure: stacks, collectives, file locks."""
 
     stacks: Stacks = _NO_STACKS  # where the program stands; empty if the program has ended or was not asked
     helpers: tuple[Helper, ...] = ()

@@ -56,7 +56,7 @@ def watch_gpus(
 
 
 class GpuWatch:
-    """A running tool, such as nvidia-smi, that prints the load of GPUs; the load becomes curves of instances."""
+    """A running tool of the GPUs' maker that prints the load of GPUs; the load becomes curves of instances."""
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ class AttemptRecord:
     curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:
-        """Return a list of the curve ``name`` of each instance; for a large job, of the one common curve."""
+        """Return the curves ``name`` of all instances; for a large job, the one curve that they share."""
         curves = [it.curves[name] for it in self.instances if name in it.curves]
         return curves or ([self.curves[name]] if name in self.curves else [])
 

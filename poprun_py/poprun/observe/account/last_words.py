@@ -1,9 +1,7 @@
 """The last words of a program: those lines of its standard error that explain best why it ended. Pure.
 
 The last words are the last traceback. torch.distributed puts the rank before each line. The traceback of a
-DataLoader worker is inside the message of another exception. The exceptions of a group become lines of the
-group's message. Boxes that rich draws are not parsed: the last lines of such a box, which name the exception,
-are shown.
+DataLoader worker is inside the message of another exception. Boxes that rich draws are not parsed.
 """
 
 import os
@@ -105,7 +103,7 @@ class Traceback:
 
     @property
     def is_a_launchers(self) -> bool:
-        """Whether the exception only reports that another process has failed."""
+        """Whether the exception is a launcher's, and only reports that another process has failed."""
         return bool(self.message) and self.message[0].startswith(_LAUNCHERS_ERRORS)
 
 

@@ -22,7 +22,7 @@ def read_counters(pid: int) -> dict[str, float]:
 
 
 def read_heat(_pid: int, root: str = _CPUS) -> dict[str, float]:
-    """Return the seconds for which a core was throttled for heat, on average; {} if the kernel does not count."""
+    """Return the mean seconds for which a core was throttled for heat; {} if the kernel does not count them."""
     totals = []
     for cpu in range(_num_cpus(root)):
         folder = f"{root}/cpu{cpu}/thermal_throttle"

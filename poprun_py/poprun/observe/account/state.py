@@ -102,7 +102,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineTotals:
-    """The delays of an instance so far for which its host is the reason, such as waits for a core; free memory."""
+    """The delays that its host has caused an instance so far, such as waits for a core, and free memory."""
 
     run_delay_seconds: float = 0.0  # time in which the main thread was ready to run but had no core
     throttled_seconds: float = 0.0  # time in which the control group's CPU quota stopped the instance

@@ -305,7 +305,7 @@ def _without_culprit(
     words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Return who is at fault if each failed instance only lost another one: who ended early, or called less."""
+    """Return who is at fault if each failed instance only lost another: who ended early, or made fewer calls."""
     first_seconds = failed[0].exited_at_seconds or 0.0 if failed else 0.0
     early = [
         it.index

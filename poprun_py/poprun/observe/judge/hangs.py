@@ -62,7 +62,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 def find_idle(
     statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float, *, are_known: bool = False
 ) -> Hang | None:
-    """Return the hang of programs that report no waits, by their stacks; None if an instance was not measured.
+    """Return the hang of programs that report no waits, found from their stacks; None if one is not measured.
 
     ``calls`` are the collectives in which the instances stand. Without any call the hang is only suspected; but if
     ``are_known`` says that all instances were asked, the hang is a standstill.

@@ -38,7 +38,8 @@ _OWN_PHASES: Final = ("data", "forward", "optimizer", "checkpoint", "outside")
 
 
 def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slowness | None:
-    """Return the instance that was late in each of the last ``windows`` (periods of seconds), and why; or None.
+    """Return which instance was late in each of the last ``windows`` (periods of a few seconds), in which phase,
+    and why; None if there is no such instance.
 
     ``trip_seconds`` is the longest round trip of a message between hosts; 0 on one host. An instance that is late
     by less than a round trip, or that works no longer than the others, only receives messages later.
@@ -65,7 +66,8 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
 
 
 def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
-    """Return the instance that is late in some steps, its mean delay, and a text how often; None and () if none.
+    """Return the instance that is late in some steps, but not in most, with its mean delay, and a text how often
+    it is late; None and () if there is no such instance.
 
     Instances that are late by chance are late in turns, so the probability of many late steps of one instance is
     the probability of coin tosses. Windows in which most steps are late do not count.
@@ -190,7 +192,7 @@ def _shared_delay(windows: Sequence[Window], instance: int) -> float:
 
 
 def _certainty(windows: Sequence[Window], instance: int) -> float:
-    """Return a measure of certainty that ``instance`` is the latest: its mean lead / the lead's standard error."""
+    """Return how certain it is that ``instance`` is the latest: its mean lead, divided by the standard error."""
     leads = [
         delays.get(instance, 0.0) - max(late for index, late in delays.items() if index != instance)
         for window in windows

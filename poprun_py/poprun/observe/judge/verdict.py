@@ -150,7 +150,9 @@ def _blame_lone(
     waiting: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict | None:
-    """Return the verdict if some instances wait for a message or torch's store, not in a collective; else None."""
+    """Return the verdict if some instances wait for a message, or search torch's store, while the others wait in a
+    collective; None if this is not so.
+    """
     culprits: tuple[int, ...] = ()
     details: tuple[str, ...] = ()
     for queue in queues:
@@ -182,7 +184,9 @@ _WITH_ROOT: Final = ("broadcast", "reduce(", "gather(", "scatter(")
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
-    """Return the verdict if every instance waits: in different groups, with different sizes, or why is unknown."""
+    """Return the verdict if all instances wait: in different process groups, with tensors of different sizes, or
+    for an unknown reason.
+    """
     for queue in queues:
         if not queue.behind and len({call.sizes for call in queue.calls.values()}) > 1:
             return blame_different(verdict, queue)
@@ -278,7 +282,7 @@ def _queue(
 
 
 def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
-    """Return the verdict that instances called different collectives; the smaller of two parts is at fault."""
+    """Return the verdict that instances called different collectives; of two groups, blame the smaller one."""
     alike: dict[str, list[int]] = {}
     for index, call in sorted(queue.calls.items()):
         alike.setdefault(call.kind if queue.has_different_calls else str(call), []).append(index)

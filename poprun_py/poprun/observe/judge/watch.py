@@ -102,7 +102,7 @@ class PerformanceWatch:
 
     @property
     def all_slowdowns(self) -> list[Slowness]:
-        """All slow instances so far, after the slow link between hosts, if there is one."""
+        """All slow instances so far; a slow link between hosts, if there is one, comes first."""
         return [*([self.slow_link] if self.slow_link else []), *self.slowdowns]
 
     def note_links(self, round_trips: Mapping[str, float], own_host: str | None) -> list[str]:

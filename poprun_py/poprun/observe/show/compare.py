@@ -157,7 +157,7 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
 
 
 def _judged(own: float, *, is_none: bool, is_hidden: bool) -> Change:
-    """Return whether a step became slower or faster, or neither; it takes longer by the share ``own``."""
+    """Return whether a step became slower or faster, or neither; ``own`` is the relative change of its time."""
     if is_none:
         return Change.UNKNOWN if is_hidden else Change.NONE
     return Change.SLOWER if own > 0 else Change.FASTER
@@ -207,7 +207,7 @@ def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
 
 
 def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Iterator[str]:
-    """Yield texts about the phases and instances for which a step takes ``longer`` seconds more, or less."""
+    """Yield texts about the phases and instances that explain why a step became ``longer`` by these seconds."""
     first = {it.index: _step_phases(it) for it in before.instances}
     changes = {
         it.index: {phase: seconds - first[it.index].get(phase, 0.0) for phase, seconds in _step_phases(it).items()}
@@ -228,7 +228,7 @@ def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Itera
 
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return a name for the instances ``indices``: all instances, a host if all of it is meant, or numbers."""
+    """Return a name for the instances ``indices``: all instances, a host if they are all of it, or numbers."""
     there = {hosts[index] for index in indices}
     if len(indices) == len(hosts):
         return "all instances"

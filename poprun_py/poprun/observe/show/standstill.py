@@ -1,7 +1,4 @@
-"""A hang of a job in words: who waits in which call, who is at fault, and all stacks. Pure.
-
-The latest call of a stack comes last, with its source line. Equal stacks are shown once.
-"""
+"""A hang of a job in words: who waits in which call, who is at fault, and all stacks. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile

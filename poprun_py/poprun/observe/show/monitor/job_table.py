@@ -102,7 +102,7 @@ def fit(text: str, width: int) -> str:
 
 
 def _narrow(kept: Sequence[str], rows: Sequence[Row], width: int) -> list[str]:
-    """Return the headings of the columns that fit in ``width``; texts of states are cut before columns go."""
+    """Return the headings of the columns that fit in ``width``; states are cut before columns are removed."""
     kept = list(kept)
     for heading in _FIRST_TO_GO:
         if _width_of(kept, rows) <= width:

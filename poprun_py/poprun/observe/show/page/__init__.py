@@ -1,8 +1,4 @@
-"""The HTML page about a job, made from the job's record, which loads nothing from a network or another file.
-
-Pure. Text that a program printed is only text in the page. `sections` writes the parts, and `charts` the
-curves.
-"""
+"""The HTML page about a job, made from the job's record, which loads nothing from a network or another file."""
 
 from importlib.resources import files
 

@@ -28,7 +28,7 @@ _NS_PER_US: Final = 1000
 
 
 class Slice(NamedTuple):
-    """An operation in a trace, from begin to end, in a row: a thread, or a stream of a GPU."""
+    """An operation in a trace, with its begin, its end, and its row in the picture: a thread or a GPU stream."""
 
     row: str
     name: str
