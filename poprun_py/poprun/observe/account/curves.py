@@ -63,7 +63,9 @@ class WindowedCurve:
             self.window_seconds *= 2
 
     def values(self, window_seconds: float) -> list[float | None]:
-        """Return the curve's means in windows of ``window_seconds``, each 2^n own windows long; None: unknown."""
+        """Return the mean of the curve in each window of ``window_seconds``, which is 2^n times the length of the
+        curve's own windows; None for a window without a value.
+        """
         sums, weights = self._sums, self._weights
         for _ in range(round(math.log2(window_seconds / self.window_seconds))):
             sums, weights = _paired(sums), _paired(weights)
@@ -94,7 +96,9 @@ class InstanceCurves:
             self._curve(name, unit).add_rate(before_seconds, at_seconds, total - before)
 
     def add_lines(self, lines: str, delay_seconds: float, now_seconds: float) -> None:
-        """Add the numbers in ``lines`` of a program; the attempt's time is the program's + ``delay_seconds``."""
+        """Add the numbers that a program reported in ``lines``, with times by its clock; these times plus
+        ``delay_seconds`` are the times since the attempt's start.
+        """
         for line in lines.splitlines():
             told_seconds, numbers = _read_line(line)
             is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds

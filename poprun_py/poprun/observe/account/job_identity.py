@@ -24,7 +24,9 @@ class JobIdentity:
     open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
-        """Return the descriptors to pass to an agent: the program's ``streams``, and the lock files of leases."""
+        """Return the file descriptors to pass to an agent, which starts a program on its host: the program's
+        ``streams``, and the lock files of the job's leased devices; [] for an agent on another host.
+        """
         if not streams:  # the agent is on another host, to which no descriptor can be sent
             return []
         return [*streams, *(lease.descriptor for lease in self.leases if lease.descriptor is not None)]

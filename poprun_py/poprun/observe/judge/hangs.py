@@ -36,7 +36,9 @@ class Hang:
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
-    """Return who waits and for how long there is no progress, from ``since_seconds`` on; None if nobody waits."""
+    """Return which instances wait for which, and for how many seconds no instance has made progress, counted at
+    most from ``since_seconds``; None if no instance waits.
+    """
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     waiting: dict[str, list[int]] = {}
     for status in running:

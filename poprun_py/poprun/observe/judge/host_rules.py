@@ -40,7 +40,7 @@ def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, s
 
 
 def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None:
-    """Return the problem that the memory of ``host``, as it grows now, is full within an hour; None if not."""
+    """Return a problem if the memory of ``host``, at its present growth, will be full within an hour; or None."""
     rates = {status.index: growth_rate(status.memory) for status in here}
     growing = [status for status in here if rates[status.index] > 0.0]
     room = min((it.machine.room_bytes for it in growing if it.machine and it.machine.room_bytes), default=0)
@@ -72,7 +72,7 @@ def _rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def find_throttling(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None:
-    """Return the problem that a host's processors were throttled for much of the time; None if not."""
+    """Return a problem if the processors of ``host`` were throttled for much of the time; None if not."""
     shares = {"heat": 0.0, "quota": 0.0}
     for status in here:
         first, last, usage = status.first_machine, status.machine, status.usage

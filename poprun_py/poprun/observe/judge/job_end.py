@@ -101,7 +101,7 @@ def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
 
 
 def order_of_failure(status: InstanceStatus) -> tuple[int, float]:
-    """Return a sort key for failures: lost hosts, then programs, then lost agents and shims; by time."""
+    """Return a sort key for failures: lost hosts, then programs, then processes of poprun; each by time."""
     return _ORDER_OF_PROBLEMS.get(status.problem, 0), status.exited_at_seconds or 0.0
 
 

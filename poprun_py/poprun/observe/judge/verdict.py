@@ -282,7 +282,9 @@ def _queue(
 
 
 def blame_different(verdict: Verdict, queue: Queue) -> Verdict:
-    """Return the verdict that instances called different collectives; of two groups, blame the smaller one."""
+    """Return the verdict that instances called different collectives; if they form two groups, the smaller group
+    is at fault.
+    """
     alike: dict[str, list[int]] = {}
     for index, call in sorted(queue.calls.items()):
         alike.setdefault(call.kind if queue.has_different_calls else str(call), []).append(index)

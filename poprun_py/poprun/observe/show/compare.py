@@ -196,7 +196,9 @@ def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
 
 
 def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
-    """Return end and median rate of each period in the curves that has steps, except the first and the last."""
+    """Return for each period of the curves in which the job made steps its end and the median rate of steps, but
+    leave out the first and the last such period.
+    """
     if not curves:
         return ()
     rows = zip(*(it.middle for it in curves), strict=False)

@@ -68,7 +68,9 @@ def blame_aborter(
 def blame_host(
     statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
 ) -> list[InstanceStatus]:
-    """Return ``statuses``, changed so that the instance on the host that MPICH's launcher names was lost first."""
+    """Return the ``statuses`` of the instances. If MPICH's launcher names the host of a process that ended
+    unexpectedly, the instance that was lost on this host is changed to be the first that was lost.
+    """
     # Hydra then kills the shims on other hosts, and poprun may hear of these shims earlier
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
     lost = [status for status in statuses if status.problem == SHIM_KILLED]
