@@ -48,7 +48,7 @@ _REPORT_FORMAT: Final = "format"
 _DEBUG_VERBOSITY: Final = 2
 
 _IN_ALL: Final = "--num-instances N says how many processes there are in all"
-_HABITS: Final = (
+_FOREIGN_OPTIONS: Final = (
     ("-np --np --ntasks --nproc-per-node --num-processes", _IN_ALL),
     ("-ppn --ntasks-per-node --npernode", f"{_IN_ALL}, equally many on each host"),
     (
@@ -111,10 +111,10 @@ class CommandLine:
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
         """Return the job that the command line asks for; ``program`` is its program with an absolute path."""
-        asked = self.values.get("request", {})
+        request_fields = self.values.get("request", {})
         # if the user does not give the number of instances, each of several hosts has one instance
-        if len(asked.get("hosts", ())) > 1:
-            asked = {"num_instances": len(asked["hosts"]), **asked}
+        if len(request_fields.get("hosts", ())) > 1:
+            request_fields = {"num_instances": len(request_fields["hosts"]), **request_fields}
         return LaunchRequest(
             program=program,
             working_directory=working_directory,
@@ -123,7 +123,7 @@ class CommandLine:
             remote=RemoteSettings(**self.values.get("remote", {})),
             trace=TraceSettings(**self.values.get("trace", {})),
             vipu=VipuSettings(**self.values.get("vipu", {})),
-            **asked,
+            **request_fields,
         )
 
 
@@ -167,10 +167,10 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
     """Join the option values of several sources, such as a file, then the command line; the last value counts."""
-    found = {
+    by_field = {
         one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
     }
-    return tuple(sorted(found.values(), key=_place_in_table))
+    return tuple(sorted(by_field.values(), key=_place_in_table))
 
 
 def _place_in_table(one: OptionValue) -> int:
@@ -251,11 +251,11 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[
             texts.setdefault(option, []).append(text)
     if rest and rest[0] == "--":
         rest.popleft()
-    found = {
-        option.name: (str(len(given)),) if option.kind.is_counted else tuple(given)
-        for option, given in texts.items()
+    texts_by_name = {
+        option.name: (str(len(option_texts)),) if option.kind.is_counted else tuple(option_texts)
+        for option, option_texts in texts.items()
     }
-    return found, tuple(rest)
+    return texts_by_name, tuple(rest)
 
 
 def begins_with_option(words: Sequence[str]) -> bool:
@@ -269,16 +269,16 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
     A word of short options contains several options. A value is None if it is missing.
     """
     written, equals, value = words.popleft().partition("=")
-    if _habit(written):
+    if _foreign_advice(written):
         raise _unknown(written)
     name = "-vv" if written == "--vv" else _whole_name(written)
     try:
-        found, _ = getopt([f"{name}{equals}{value}", _NEXT], *_for_getopt())
+        pairs, _ = getopt([f"{name}{equals}{value}", _NEXT], *_for_getopt())
     except GetoptError as error:
         if name.startswith("--"):
             raise UsageError(f"{written} takes no value, and {value!r} was given: write {name}") from None
         raise _unknown(written if written.startswith(f"-{error.opt}") else f"-{error.opt}") from None
-    return [(_forms()[form][0], _whole_text(form, text, words)) for form, text in found]
+    return [(_forms()[form][0], _whole_text(form, text, words)) for form, text in pairs]
 
 
 def _whole_text(form: str, text: str, words: deque[str]) -> str | None:
@@ -313,15 +313,15 @@ def _whole_name(written: str) -> str:
     return candidates[0]
 
 
-def _habit(written: str) -> str:
+def _foreign_advice(written: str) -> str:
     """Return the advice how to replace ``written``, an option of another launcher; "" if it is no such option."""
     name = written.replace("_", "-").rstrip("0123456789")
-    return next((here for there, here in _HABITS if name in there.split()), "")
+    return next((advice for names, advice in _FOREIGN_OPTIONS if name in names.split()), "")
 
 
 def _unknown(written: str) -> UsageError:
-    if habit := _habit(written):
-        return UsageError(f"there is no option {written}: {habit}")
+    if advice := _foreign_advice(written):
+        return UsageError(f"there is no option {written}: {advice}")
     from difflib import get_close_matches
 
     nearest = get_close_matches(f"--{written.lstrip('-')}", long_names(), n=1, cutoff=0.7)

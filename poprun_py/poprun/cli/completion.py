@@ -39,12 +39,12 @@ def host_names_in(kind: str, text: str) -> Iterator[str]:
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if kind == "config":
-            found = words[1:] if words and words[0].lower() == "host" else []
+            candidates = words[1:] if words and words[0].lower() == "host" else []
         elif kind == "hosts":
-            found = words[1:]
+            candidates = words[1:]
         else:
-            found = words[0].split(",") if words and words[0][0] not in "|@" else []
-        yield from (name for name in found if _NAME.fullmatch(name) and not name.replace(".", "").isdigit())
+            candidates = words[0].split(",") if words and words[0][0] not in "|@" else []
+        yield from (name for name in candidates if _NAME.fullmatch(name) and not name.replace(".", "").isdigit())
 
 
 def _partitions() -> Sequence[str]:
@@ -62,14 +62,14 @@ NAMES: Final = {"host": known_hosts, "vipu-partition": _partitions}
 def answer(instruction: str) -> str:
     """Return the answer to the shell's request ``instruction``: a completion script, or completions of a word."""
     shell, _, what = instruction.partition("_")
-    known = get_completion_class(shell)
-    if known is None or what not in ("source", "complete"):
+    shell_class = get_completion_class(shell)
+    if shell_class is None or what not in ("source", "complete"):
         raise UsageError(f"{COMPLETION}={instruction}: give bash_source, zsh_source or fish_source")
-    asked = known(Command("poprun"), {}, "poprun", COMPLETION)
+    completer = shell_class(Command("poprun"), {}, "poprun", COMPLETION)
     if what == "source":
-        return asked.source() + "\n"
-    args, incomplete = asked.get_completion_args()
-    return "".join(asked.format_completion(item) + "\n" for item in completions(args, incomplete, NAMES))
+        return completer.source() + "\n"
+    args, incomplete = completer.get_completion_args()
+    return "".join(completer.format_completion(item) + "\n" for item in completions(args, incomplete, NAMES))
 
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[CompletionItem[str]]":
@@ -88,7 +88,7 @@ def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[Com
         return [CompletionItem(f"{name}={item.value}", type=item.type) for item in offered]
     short = [f"-{option.short}" for option in OPTIONS if option.short]
     long = [name for name in long_names() if word.startswith("--no-") or not name.startswith("--no-")]
-    return [CompletionItem(found) for found in sorted([*short, *long]) if found.startswith(word)]
+    return [CompletionItem(form) for form in sorted([*short, *long]) if form.startswith(word)]
 
 
 def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
@@ -104,5 +104,5 @@ def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[st
     if option.kind in (FILE, FOLDER, SIZES):
         return [CompletionItem(begun, type="dir" if option.kind is FOLDER else "file")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)
-    found = names[option.name]() if option.name in names else option.kind.choices
-    return [CompletionItem(f"{before}{comma}{value}") for value in found if value.startswith(last)]
+    possible = names[option.name]() if option.name in names else option.kind.choices
+    return [CompletionItem(f"{before}{comma}{value}") for value in possible if value.startswith(last)]

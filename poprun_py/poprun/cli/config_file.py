@@ -33,14 +33,14 @@ def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[
         return ()
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{_place(source, root)}: a file of options has lines such as num-instances: 4")
-    given: dict[str, OptionValue] = {}
+    by_name: dict[str, OptionValue] = {}
     for key, value in root.value:
         place = _place(source, key)
         option = _option(key, place, options)
-        if option.name in given:
-            raise UsageError(f"{place}: {option.name} comes twice: {given[option.name].place} has it, too")
-        given[option.name] = OptionValue(option=option, texts=_texts(option, value, place), place=place)
-    return tuple(given.values())
+        if option.name in by_name:
+            raise UsageError(f"{place}: {option.name} comes twice: {by_name[option.name].place} has it, too")
+        by_name[option.name] = OptionValue(option=option, texts=_texts(option, value, place), place=place)
+    return tuple(by_name.values())
 
 
 def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: bool) -> None:

@@ -100,9 +100,9 @@ class InstanceCurves:
         ``delay_seconds`` are the times since the attempt's start.
         """
         for line in lines.splitlines():
-            told_seconds, numbers = _read_line(line)
-            is_possible = 0.0 <= told_seconds + delay_seconds <= now_seconds
-            at_seconds = told_seconds + delay_seconds if is_possible else now_seconds
+            reported_seconds, numbers = _read_line(line)
+            is_possible = 0.0 <= reported_seconds + delay_seconds <= now_seconds
+            at_seconds = reported_seconds + delay_seconds if is_possible else now_seconds
             for name, value in numbers.items():
                 key = f"{OF_NUMBERS}{name}"
                 if key in self.by_name or sum(it.startswith(OF_NUMBERS) for it in self.by_name) < MAX_NUMBERS:

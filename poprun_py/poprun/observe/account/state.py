@@ -157,8 +157,8 @@ class InstanceStatus:
     @property
     def is_waiting(self) -> bool:
         """Whether the program runs and has reported that it waits for other instances."""
-        is_told = self.progress is not None and self.progress.waiting_since_seconds is not None
-        return is_told and self.state is InstanceState.RUNNING
+        is_reported = self.progress is not None and self.progress.waiting_since_seconds is not None
+        return is_reported and self.state is InstanceState.RUNNING
 
     @property
     def has_failed(self) -> bool:
@@ -206,7 +206,7 @@ def shell_code(code: int) -> int:
     return EXIT_OF_SIGNAL - code if code < 0 else code
 
 
-_TOLD_BY_SHELLS: Final = frozenset(
+_REPORTED_BY_SHELLS: Final = frozenset(
     {
         signal.SIGILL,
         signal.SIGABRT,
@@ -225,7 +225,7 @@ def signal_of(code: int) -> int | None:
     """Return the signal n in an exit code -n, or in a shell's exit code 128 + n; None if there is no signal."""
     if code < 0:
         return -code
-    return code - EXIT_OF_SIGNAL if code - EXIT_OF_SIGNAL in _TOLD_BY_SHELLS else None
+    return code - EXIT_OF_SIGNAL if code - EXIT_OF_SIGNAL in _REPORTED_BY_SHELLS else None
 
 
 def name_code(code: int) -> str:

@@ -43,7 +43,7 @@ _DIFFERENT: Final = re.compile(
 )
 _TOO_LONG: Final = "op.preamble.length <= op.nbytes"
 _PARAMETERS: Final = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
-_BROUGHT: Final = re.compile(r"\s*(?:instances?|ranks?) ([\d, and]+): (.+)")
+_LINE_OF_CALL: Final = re.compile(r"\s*(?:instances?|ranks?) ([\d, and]+): (.+)")
 """A pattern for lines of popdist's error about different collectives: the instances, and their call."""
 
 _LATE: Final = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
@@ -118,9 +118,9 @@ def awaits_culprit(
     return bool(tails) and all(is_torn(last_words(tail)) for tail in tails.values())
 
 
-def is_torn(said: LastWords | None) -> bool:
-    """Whether a program's last output ``said`` shows that it failed only because it lost another instance."""
-    text = "" if said is None else _last_lines(said)
+def is_torn(last: LastWords | None) -> bool:
+    """Whether the last lines ``last`` of a program show that it failed only because it lost another instance."""
+    text = "" if last is None else _last_lines(last)
     is_own = _NO_SPACE.search(text) or "server socket has failed to listen" in text
     return bool(_TORN.search(text)) and not is_own  # NCCL and torch call both an error of connections
 
@@ -132,12 +132,12 @@ def _late_for_barrier(words: Mapping[int, LastWords], num_instances: int) -> tup
     return ranks if max(ranks, default=num_instances) < num_instances else ()
 
 
-def _last_lines(said: LastWords) -> str:
-    return "\n".join([said.summary, *(line for line in said.lines if not line.startswith("  "))])
+def _last_lines(last: LastWords) -> str:
+    return "\n".join([last.summary, *(line for line in last.lines if not line.startswith("  "))])
 
 
-def _has_own_words(said: LastWords | None) -> bool:
-    return said is not None and bool(said.place) and not is_torn(said) and "KeyboardInterrupt" not in said.summary
+def _has_own_words(last: LastWords | None) -> bool:
+    return last is not None and bool(last.place) and not is_torn(last) and "KeyboardInterrupt" not in last.summary
 
 
 def _blame(
@@ -154,7 +154,7 @@ def _blame(
     cause = _cause_of(first, last, reasons.get(first.index, ""))
     kind = kind_of_failure(first, words)
     alike = {it.index for it in own if kind_of_failure(it, words) == kind}
-    alike |= {index for index in verdict.torn_down if _says_the_same(words.get(index), last)}
+    alike |= {index for index in verdict.torn_down if _has_same_message(words.get(index), last)}
     details = []
     if cause is Cause.FULL_DISK and own_evidence.full_disks:
         details.append(f"no space left in {' and '.join(own_evidence.full_disks)}")
@@ -168,11 +168,11 @@ def _blame(
     return replace(verdict, cause=cause, culprits=tuple(sorted(alike)), details=tuple(details), advice=advice)
 
 
-def _says_the_same(stopped: LastWords | None, said: LastWords) -> bool:
-    """Whether a program that poprun ``stopped`` had already failed with the message ``said`` of another one."""
+def _has_same_message(stopped: LastWords | None, last: LastWords) -> bool:
+    """Whether a program that poprun ``stopped`` had already failed with the message ``last`` of another."""
     if stopped is None or not _has_own_words(stopped):
         return False
-    return without_numbers(stopped.summary) == without_numbers(said.summary)
+    return without_numbers(stopped.summary) == without_numbers(last.summary)
 
 
 def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
@@ -181,26 +181,26 @@ def kind_of_failure(status: InstanceStatus, words: Mapping[int, LastWords]) -> t
     return status.exit_code, status.problem, without_numbers(last.summary)
 
 
-def _cause_of(status: InstanceStatus, said: LastWords, reason: str) -> Cause:
-    text = _last_lines(said)
+def _cause_of(status: InstanceStatus, last: LastWords, reason: str) -> Cause:
+    text = _last_lines(last)
     code = status.exit_code or 0
     if status.problem and not status.cannot_run:
         return Cause.LOST
-    if _LOADER_FAILED.search(text) or _has_lost_helper(said):
+    if _LOADER_FAILED.search(text) or _has_lost_helper(last):
         return Cause.HELPER
     if _NO_SPACE.search(text):
         return Cause.FULL_DISK
-    if _NO_MEMORY.search(said.summary) or reason.removeprefix("probably ").startswith("out of memory"):
+    if _NO_MEMORY.search(last.summary) or reason.removeprefix("probably ").startswith("out of memory"):
         return Cause.OUT_OF_MEMORY
-    if signal_of(code) is not None and not ((code > 0 or status.was_stopped) and said.place):
+    if signal_of(code) is not None and not ((code > 0 or status.was_stopped) and last.place):
         return Cause.SIGNAL
-    return Cause.EXCEPTION if said.place or _EXCEPTION.match(said.summary) else Cause.EXIT
+    return Cause.EXCEPTION if last.place or _EXCEPTION.match(last.summary) else Cause.EXIT
 
 
-def _has_lost_helper(said: LastWords) -> bool:
+def _has_lost_helper(last: LastWords) -> bool:
     """Whether a program's error shows that it lost a child process of its own, such as a DataLoader worker."""
-    is_broken = said.summary.startswith(("ConnectionResetError", "EOFError", "ConnectionRefusedError"))
-    return is_broken and any("multiprocessing/" in line or "DataLoader" in line for line in said.lines)
+    is_broken = last.summary.startswith(("ConnectionResetError", "EOFError", "ConnectionRefusedError"))
+    return is_broken and any("multiprocessing/" in line or "DataLoader" in line for line in last.lines)
 
 
 def _different_ends(
@@ -211,8 +211,8 @@ def _different_ends(
 ) -> Verdict:
     """Return the verdict of a job that ended because instances had called different collectives."""
     instances_by_call = next(
-        (found for it in words.values() if len(found := _brought(it.lines)) > 1), {}
-    ) or _models(words)
+        (by_call for it in words.values() if len(by_call := _instances_by_call(it.lines)) > 1), {}
+    ) or _ranks_by_model(words)
     if instances_by_call:
         details = [f"{name_instances(who)}: {text}{verdict.at(who[0])}" for text, who in instances_by_call.items()]
         culprits = minority(list(instances_by_call.values()))
@@ -224,8 +224,8 @@ def _different_ends(
         ]
         alone = [index for index, it in words.items() if _DIFFERENT.search(_last_lines(it))]
         others = [it.index for it in statuses if it.index not in alone]
-        has_other_model = len(alone) == 1 and alone != [0] and _is_of_models(words[alone[0]])
-        culprits = minority([others, alone]) if has_other_model else _elsewhere(verdict, statuses)
+        has_other_model = len(alone) == 1 and alone != [0] and _has_other_model(words[alone[0]])
+        culprits = minority([others, alone]) if has_other_model else _at_other_line(verdict, statuses)
     victims = tuple(it.index for it in statuses if it.has_failed and it.index not in culprits)
     return replace(
         verdict,
@@ -237,7 +237,7 @@ def _different_ends(
     )
 
 
-def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
+def _at_other_line(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
     """Return the few instances that ended at another line of code than most; () if a line is unknown."""
     parts: dict[str, list[int]] = {}
     for status in statuses:
@@ -245,7 +245,7 @@ def _elsewhere(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[in
     return () if "" in parts else minority(list(parts.values()))
 
 
-def _models(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
+def _ranks_by_model(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
     """Return the ranks of each model size that DistributedDataParallel's errors report; {} if all are equal."""
     matches = (match for it in words.values() for match in _PARAMETERS.finditer(it.summary))
     numbers = {int(rank): number for match in matches for rank, number in (match.group(1, 2), match.group(3, 4))}
@@ -266,9 +266,9 @@ def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
     return replace(queue, calls={**queue.calls, aborted[0]: by_size[0]})
 
 
-def _is_of_models(said: LastWords) -> bool:
+def _has_other_model(last: LastWords) -> bool:
     """Whether a program's error says that its model differs from the model of rank 0."""
-    return "same param" in _last_lines(said)
+    return "same param" in _last_lines(last)
 
 
 def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
@@ -292,9 +292,9 @@ def _last_call(known: InstanceEvidence | None) -> str:
     return collective_of(known.crash) or "its call is not known"
 
 
-def _brought(lines: Iterable[str]) -> dict[str, list[int]]:
+def _instances_by_call(lines: Iterable[str]) -> dict[str, list[int]]:
     """Return the instances that made each call, from the ``lines`` of popdist's error about different calls."""
-    matches = [match for line in lines if (match := _BROUGHT.fullmatch(line))]
+    matches = [match for line in lines if (match := _LINE_OF_CALL.fullmatch(line))]
     return {match[2]: [int(number) for number in re.findall(r"\d+", match[1])] for match in matches}
 
 
@@ -325,11 +325,11 @@ def _without_culprit(
     most = max(counts.values(), default=0)
     free = [index for index, count in counts.items() if count < most and statuses[index].was_stopped]
     if free and len(counts) == len(statuses):
-        done = (
+        line = (
             f"{name_instances(free)} had called fewer collectives than the others, which waited until they gave up"
         )
         places = tuple(
             f"instance {index} stood at {place}" for index in free if (place := verdict.place_of(index))
         )
-        return replace(verdict, cause=Cause.ABSENT, culprits=tuple(free), details=(done, *places), advice=OWN_CODE)
+        return replace(verdict, cause=Cause.ABSENT, culprits=tuple(free), details=(line, *places), advice=OWN_CODE)
     return replace(verdict, details=("each that failed had lost its connection to another one",) if failed else ())

@@ -34,8 +34,8 @@ def find_host_findings(statuses: Sequence[InstanceStatus], hosts: Mapping[int, s
     """Return the problems that the rules find on each host of a job; ``hosts`` has the host of each instance."""
     findings = []
     for host in dict.fromkeys(hosts.values()):
-        here = [status for status in statuses if hosts[status.index] == host]
-        findings += [finding for rule in RULES if (finding := rule(host, here)) is not None]
+        on_host = [status for status in statuses if hosts[status.index] == host]
+        findings += [finding for rule in RULES if (finding := rule(host, on_host)) is not None]
     return findings
 
 

@@ -29,7 +29,7 @@ def reason_to_end(ends: Sequence[JobEnd]) -> str:
     before = _failure(ends[-2]) if len(ends) > 1 else None
     if before is None or not last.place or last.key != before.key or last.num_steps > before.num_steps:
         return ""
-    who, how = name_instances(last.verdict.culprits), last.said.summary or last.verdict.cause
+    who, how = name_instances(last.verdict.culprits), last.printed.summary or last.verdict.cause
     return f"{who} failed twice at {last.place} in the same way, and came no further: {how}"
 
 
@@ -39,7 +39,7 @@ class _Failure:
 
     verdict: Verdict
     status: InstanceStatus
-    said: LastWords
+    printed: LastWords
 
     @property
     def place(self) -> str:
@@ -54,7 +54,7 @@ class _Failure:
     @property
     def key(self) -> tuple[Cause, str, str]:
         """Cause, place and message of the failure, which are equal for two attempts that failed alike."""
-        return self.verdict.cause, self.place, without_numbers(self.said.summary)
+        return self.verdict.cause, self.place, without_numbers(self.printed.summary)
 
 
 def _failure(end: JobEnd) -> _Failure | None:
@@ -69,11 +69,11 @@ def _failure(end: JobEnd) -> _Failure | None:
 
 def _hopeless(failure: _Failure) -> str:
     """Return the error of ``failure``, such as a wrong import, if every attempt would repeat it; else ""."""
-    summary, progress = failure.said.summary, failure.status.progress
+    summary, progress = failure.printed.summary, failure.status.progress
     name = summary.partition(":")[0].rpartition(".")[2]
     if failure.verdict.cause is Cause.EXCEPTION and name in _NOT_THERE:
         return summary
-    if failure.status.exit_code == _USAGE_CODE and any(map(_USAGE.match, failure.said.lines)):
+    if failure.status.exit_code == _USAGE_CODE and any(map(_USAGE.match, failure.printed.lines)):
         return summary
     if name == "AssertionError" and progress is not None and progress.has_joined and failure.num_steps == 0:
         return f"{summary} before the first step"

@@ -76,17 +76,20 @@ def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | Non
         return None, ()
     least = max(_LEAST_SECONDS, _LATE_SHARE * _step_seconds(windows))
     steps = [[delays for delays in window.steps if len(delays) > 1] for window in windows]
-    late = [[max(it, key=lambda index: it[index]) for it in those if max(it.values()) >= least] for those in steps]
-    num_late, num_steps = Counter(index for some in late for index in some), sum(map(len, steps))
+    late = [
+        [max(it, key=lambda index: it[index]) for it in in_window if max(it.values()) >= least]
+        for in_window in steps
+    ]
+    num_late, num_steps = Counter(index for late_ones in late for index in late_ones), sum(map(len, steps))
     is_spread = sum(map(bool, late)) >= _SPREAD * len(windows) and all(
-        len(some) <= len(those) / 2 for some, those in zip(late, steps, strict=True)
+        len(late_ones) <= len(in_window) / 2 for late_ones, in_window in zip(late, steps, strict=True)
     )
     if not num_late or not is_spread:
         return None, ()
     ((instance, count),) = num_late.most_common(1)
     total = num_late.total()
     chance = sum(comb(total, number) for number in range(count, total + 1)) / 2**total
-    delay_seconds = fmean(it.get(instance, 0.0) for those in steps for it in those)
+    delay_seconds = fmean(it.get(instance, 0.0) for in_window in steps for it in in_window)
     if chance > _MOST_CHANCE or delay_seconds < _LEAST_SHARE * _step_seconds(windows):
         return None, ()
     return (instance, delay_seconds), (f"late in one step of {num_steps / count:.0f}",)

@@ -63,7 +63,7 @@ def find_verdict_of_hang(
     if left := _left_to_finalize(hang, evidence, read_line):
         return _blame_early(verdict, left, None, hang)
     known = {index for queue in queues for index in queue.recorded}
-    if absent := [it for it in hang.absent if it not in known and not _waits_unsaid(evidence.get(it))]:
+    if absent := [it for it in hang.absent if it not in known and not _waits_unreported(evidence.get(it))]:
         return _blame_absent(verdict, absent, None, evidence, read_line)
     if early := hang.ended or (hang.waiting.get(FINALIZE, ()) if len(hang.waiting) > 1 else ()):
         return _blame_early(verdict, early, None, hang)
@@ -122,7 +122,7 @@ def _blame_standing(
 _MULTIPROCESSING: Final = "/multiprocessing/"
 
 
-def _waits_unsaid(known: InstanceEvidence | None) -> bool:
+def _waits_unreported(known: InstanceEvidence | None) -> bool:
     """Whether the stack of a program shows that it waits in a collective, although it has not reported a wait."""
     return known is not None and bool(collective_of(known.stacks))
 

@@ -231,11 +231,11 @@ def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Itera
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
     """Return a name for the instances ``indices``: all instances, a host if they are all of it, or numbers."""
-    there = {hosts[index] for index in indices}
+    their_hosts = {hosts[index] for index in indices}
     if len(indices) == len(hosts):
         return "all instances"
-    if len(there) == 1 and len(indices) == sum(host in there for host in hosts.values()):
-        return f"host {there.pop()}"
+    if len(their_hosts) == 1 and len(indices) == sum(host in their_hosts for host in hosts.values()):
+        return f"host {their_hosts.pop()}"
     return name_instances(indices)
 
 

@@ -74,10 +74,10 @@ def blame_host(
     # Hydra then kills the shims on other hosts, and poprun may hear of these shims earlier
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
     lost = [status for status in statuses if status.problem == SHIM_KILLED]
-    there = [status for status in lost if plan.instance(status.index).host in named]
-    if not there:
+    on_host = [status for status in lost if plan.instance(status.index).host in named]
+    if not on_host:
         return list(statuses)
-    first = min(there, key=lambda status: status.exited_at_seconds or 0.0)
+    first = min(on_host, key=lambda status: status.exited_at_seconds or 0.0)
     earliest = min(status.exited_at_seconds or 0.0 for status in lost)
     return [replace(it, exited_at_seconds=math.nextafter(earliest, 0)) if it is first else it for it in statuses]
 
@@ -277,10 +277,10 @@ def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
     failed = first_failure(end.statuses)
     if failed is None or (end.launcher_code or 0) < 0:
         return False
-    is_told = end.launcher_code == shell_code(-signal.SIGKILL) or any(
+    has_reported_kill = end.launcher_code == shell_code(-signal.SIGKILL) or any(
         "BAD TERMINATION" in line for line in launcher_output
     )
-    return failed.problem == RUNTIME_KILLED or (failed.problem == SHIM_KILLED and is_told)
+    return failed.problem == RUNTIME_KILLED or (failed.problem == SHIM_KILLED and has_reported_kill)
 
 
 def explain(
@@ -340,9 +340,9 @@ def _describe_others(
         for key, indices in sorted(groups.items(), key=lambda item: item[0][0])
     ]
     if len(rows) > MAX_OTHER_LINES:
-        num_told = MAX_OTHER_LINES - 1
-        num_left = len(rows) - num_told
-        rows = [*rows[:num_told], ("the others", f"ended in {num_left} further ways")]
+        num_shown = MAX_OTHER_LINES - 1
+        num_left = len(rows) - num_shown
+        rows = [*rows[:num_shown], ("the others", f"ended in {num_left} further ways")]
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:{width}}   {text}" for name, text in rows]
 

@@ -25,7 +25,7 @@ class ReportWriter:
 
     def __init__(self, files: Sequence[str], folder: str) -> None:
         self._paths = {file: os.path.join(folder, file) for file in files if file.endswith((PAGE, DATA))}
-        self._told: set[str] = set()
+        self._warned_files: set[str] = set()
         self._next_seconds = time.monotonic() + _FIRST_SECONDS
 
     def check(self) -> None:
@@ -47,10 +47,10 @@ class ReportWriter:
             try:
                 write_whole(path, _render(file, job))
             except OSError as error:
-                if file not in self._told:
+                if file not in self._warned_files:
                     so = "" if job.is_over else "; the job goes on"
                     screen.log(f"warning: --report {path} cannot be written: {error.strerror}{so}")
-                self._told.add(file)
+                self._warned_files.add(file)
         now_seconds = time.monotonic()
         self._next_seconds = now_seconds + max(_GAP_SECONDS, (now_seconds - began_seconds) / _LARGEST_SHARE)
 

@@ -68,9 +68,9 @@ def joint_events(
     """Yield an arrow of the trace for each collective, from the instance that called it first to the last one."""
     lanes = {index: {call.key: lane for lane, call in lanes_of(own_calls)} for index, own_calls in calls.items()}
     for number, (key, arrivals) in enumerate(joint_calls.items()):
-        came = sorted((at, instance) for instance, at in arrivals.items() if key in lanes.get(instance, ()))
-        if len(came) > 1:
-            for end, (at_ns, instance) in (({"ph": "s"}, came[0]), ({"ph": "f", "bp": "e"}, came[-1])):
+        callers = sorted((at, instance) for instance, at in arrivals.items() if key in lanes.get(instance, ()))
+        if len(callers) > 1:
+            for end, (at_ns, instance) in (({"ph": "s"}, callers[0]), ({"ph": "f", "bp": "e"}, callers[-1])):
                 place = _place(instance, 1 + lanes[instance][key])
                 moment = {**place, "ts": _microseconds(at_ns - origin_ns)}
                 yield {**end, "id": number + 1, "cat": "collective", "name": key[2], **moment}

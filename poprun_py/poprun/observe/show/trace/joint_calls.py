@@ -20,7 +20,7 @@ def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arriv
         for call in own_calls:
             arrivals[call.key][instance] = call.begin_ns
             members[call.group].add(instance)
-    return {key: came for key, came in arrivals.items() if len(came) > 1 and came.keys() == members[key[0]]}
+    return {key: times for key, times in arrivals.items() if len(times) > 1 and times.keys() == members[key[0]]}
 
 
 def with_ends(calls: Iterable[Call], slices: Iterable[Slice]) -> list[Call]:
