@@ -28,7 +28,7 @@ _OF_VIRTUAL_IPUS: Final = (
 def advise(
     plan: LaunchPlan, facts: MachineFacts, *, left_out: Sequence[str] = (), are_hosts_seen: bool = True
 ) -> tuple[str, ...]:
-    """Return advice on a plan, most important first; ``left_out`` are words that no MPI launcher gets."""
+    """Return texts of advice on ``plan``, most important first. ``left_out`` are MPI options without effect."""
     lines = list(_on_machine(plan, facts))
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
@@ -39,7 +39,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``source``; return warnings."""
+    """Raise PlanError if this machine lacks GPUs or cores that the plan file ``source`` names; return warnings."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
@@ -61,7 +61,7 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
 
 
 def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the options for virtual IPUs that have no effect on ``plan``, each with the reason."""
+    """Return the command-line options for virtual IPUs that have no effect on ``plan``, each with the reason."""
     vipu = plan.vipu
     if vipu.is_offline:
         return dict.fromkeys(_OF_VIRTUAL_IPUS, "--offline-mode takes no virtual IPUs")
@@ -83,7 +83,7 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def _is_one_allocation(pod: str | None) -> bool:
-    """Whether ``pod``, or this machine if None, has no named parts (allocations), as in a YAML file."""
+    """Whether the pod ``pod`` has no named parts (allocations), as a YAML file would name them; True for None."""
     if pod is None:
         return True
     from poprun.plan.pods import named_pod
@@ -92,7 +92,7 @@ def _is_one_allocation(pod: str | None) -> bool:
 
 
 def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
-    """Return a warning that the job's launcher cannot use the words ``left_out`` of an option for MPI."""
+    """Return a warning that the job's launcher cannot use the words ``left_out``, which the user gave for MPI."""
     words = shlex.join(left_out)
     if mpi is None:
         return f"{words}: left out, there is no MPI launcher that could be told; -x and --tag-output work without"
@@ -102,7 +102,7 @@ def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
 
 
 def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Yield advice if GPUs or cores are too few, are shared between instances, or are idle."""
+    """Yield advice if the machine's GPUs or cores are too few for a job, are shared by instances, or are idle."""
     threads = plan.threads_per_replica or facts.num_user_threads
     if not plan.vipu.is_offline:
         yield from facts.gpu_problems
@@ -123,7 +123,7 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def check_gpus(plan: LaunchPlan, facts: MachineFacts) -> None:
-    """Raise PlanError if GPUs are here but too few, so that the job would silently compute on the CPU."""
+    """Raise PlanError if this machine has GPUs, but too few: the job would then silently compute on the CPU."""
     is_counted = plan.asks_server or plan.vipu.pod is not None or plan.vipu.ipus_per_host is not None
     if facts.gpus and not (plan.devices or plan.vipu.is_offline or is_counted):
         raise PlanError(f"{_too_few_gpus(plan, facts)}; --offline-mode computes on the CPU")
@@ -152,7 +152,7 @@ def _shared_gpus(plan: LaunchPlan) -> str:
 
 
 def _unlike_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Yield advice if the job's GPUs are of several models, because results then are not bitwise equal."""
+    """Yield advice if the job's GPUs are of different models: then results depend on the number of instances."""
     kinds = sorted({gpu.model for gpu in facts.gpus if gpu.name in plan.devices and gpu.model})
     if len(kinds) > 1:
         yield (
@@ -186,7 +186,7 @@ def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Yield advice if an instance's replicas use GPUs in turn although other free GPUs are idle."""
+    """Yield advice if replicas of an instance take turns on its GPUs although the host has other free GPUs."""
     if plan.parallelism.is_shared:
         return
     num_usable = sum(gpu.is_free or gpu.name in plan.devices for gpu in facts.gpus)
@@ -197,7 +197,7 @@ def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
-    """Yield advice if an instance's replicas use cores in turn although other cores are idle."""
+    """Yield advice if replicas of an instance take turns on its cores although the host has other idle cores."""
     num_cores, busy = len(plan.cores), plan.num_instances_per_host * threads
     if not threads or busy >= num_cores or plan.parallelism.is_shared:
         return
@@ -210,7 +210,7 @@ def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _far_apart(plan: LaunchPlan) -> Iterator[str]:
-    """Yield advice if instances of one replica, or shards of one layer, are spread over too many hosts."""
+    """Yield advice if instances that share a replica or a layer are spread unevenly or over too many hosts."""
     num_local, sharing = plan.num_instances_per_host, plan.parallelism
     of_replica = sharing.instances_per_replica
     for what, size in (("shards of a layer", sharing.tensor), ("instances of a replica", of_replica)):
@@ -231,7 +231,7 @@ def _far_apart(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
-    """Return the largest legal number of instances, at most ``num_per_host`` per host; 0 if none is legal."""
+    """Return the largest number of instances that ``plan`` allows with ``num_per_host`` per host at most, or 0."""
     most, size = num_per_host * len(plan.hosts), plan.parallelism.instances_per_replica
     if size > 1:
         return most - most % math.lcm(size, len(plan.hosts))
@@ -241,7 +241,7 @@ def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:
-    """Return the advice to start ``better`` instances, which use ``used`` of ``total`` GPUs or cores."""
+    """Return the advice to start ``better`` instances, as replicas take turns on ``busy`` of ``total`` devices."""
     replicas = f"the {plan.layout.num_local_replicas} replicas of each instance"
     gain = "all of them" if total.startswith(f"{used:,} ") else str(used)
     return f"{replicas} take turns on {busy} of {total}{_per_host(plan)}; --num-instances {better} uses {gain}"

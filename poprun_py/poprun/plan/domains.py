@@ -17,7 +17,7 @@ from poprun.text.ranges import counted
 
 
 def check_counted(plan: LaunchPlan) -> None:
-    """Raise PlanError if ``--ipus-per-host`` is fewer virtual IPUs than the replicas on a host use."""
+    """Raise PlanError if the option ``--ipus-per-host`` gives fewer virtual IPUs than a host's replicas use."""
     num_ipus, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
     if num_ipus is not None and used > num_ipus:
         fitting = _what_fits(plan, num_ipus * len(plan.hosts), len(plan.hosts))
@@ -29,7 +29,7 @@ def check_counted(plan: LaunchPlan) -> None:
 
 
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
-    """Return how many IPU-Link domains (groups of linked IPUs) the job uses; None if nothing says how many.
+    """Return the job's number of IPU-Link domains (groups of linked IPUs); None without pod and ``--num-ilds``.
 
     Raises PlanError if the job does not fit the domains.
     """
@@ -55,7 +55,7 @@ def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
 
 
 def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -> list[int]:
-    """Return the numbers of IPU-Link domains of the given ``sizes`` over which the job divides evenly."""
+    """Return all numbers of IPU-Link domains over which the job divides evenly, given the domains' ``sizes``."""
     num_ipus = plan.num_replicas * plan.ipus_per_replica
     return [
         count
@@ -67,13 +67,13 @@ def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -
 
 
 def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
-    """Whether an IPU-Link domain of ``num_instances`` instances has whole replicas, or part of one."""
+    """Whether an IPU-Link domain with ``num_instances`` instances has whole replicas or part of one replica."""
     size = plan.parallelism.instances_per_replica
     return num_instances % size == 0 or size % num_instances == 0
 
 
 def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
-    """Raise PlanError if the pod, the named part of it, or a host of it has too few IPUs for the replicas."""
+    """Raise PlanError if ``pod``, or the pod's part on a host, has too few IPUs for the job's replicas there."""
     allocation = allocation_of(pod, plan.vipu)
     ipus = pod.part(allocation)
     name = f"allocation {allocation} of {pod.name}" if allocation else pod.name
@@ -128,7 +128,7 @@ def _legal_instances(plan: LaunchPlan) -> list[int]:
 
 
 def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
-    """Return advice for an error: how many replicas fit ``num_ipus`` virtual IPUs in ``num_parts`` equal parts."""
+    """Return an error's advice: how many replicas fit ``num_ipus`` virtual IPUs in ``num_parts`` equal groups."""
     size = plan.parallelism.instances_per_replica
     most = num_ipus // num_parts // plan.num_devices_per_instance * num_parts // size
     if plan.parallelism.is_shared:
@@ -143,7 +143,7 @@ def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
 
 
 def _load_of_host(plan: LaunchPlan) -> str:
-    """Return what one host runs, in words: ``16 replicas of 4 IPUs``, or instances that share replicas."""
+    """Return what one host runs as text: ``16 replicas of 4 IPUs``, or the instances if they share replicas."""
     if not plan.parallelism.is_shared:
         return _replicas_of(plan, plan.num_replicas // len(plan.hosts))
     instances = counted(plan.num_instances_per_host, "instance")

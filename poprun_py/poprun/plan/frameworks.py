@@ -41,7 +41,7 @@ program's environment."""
 def framework_variables(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts
 ) -> dict[str, str]:
-    """Return instance ``index``'s variables for JAX, TensorFlow and onnxruntime that the user did not set."""
+    """Return instance ``index``'s variables for JAX, TensorFlow and onnxruntime, except what the user has set."""
     set_already = _of_user(user)
     variables = {
         **_for_jax(plan, index, set_already, start),
@@ -52,7 +52,7 @@ def framework_variables(
 
 
 def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the variables in ``environment`` that each framework reads, by the framework's name."""
+    """Return for each framework, such as JAX, the variables in ``environment`` that the framework reads."""
     return {
         framework: {name: environment[name] for name in names if name in environment}
         for framework, names in _READ_BY.items()
@@ -60,7 +60,7 @@ def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def example_start(plan: LaunchPlan) -> StartFacts:
-    """Return the start facts of ``plan`` for a dry run, with port 0 for each port that a start would choose."""
+    """Return addresses as a start of ``plan`` would choose them, for a dry run: each port is 0."""
     hosts = ("127.0.0.1",) if len(plan.hosts) == 1 else plan.hosts
     count = plan.num_instances_per_host
     workers = [Endpoint(host=hosts[index // count], port=0) for index in workers_of(plan)]
@@ -69,12 +69,12 @@ def example_start(plan: LaunchPlan) -> StartFacts:
 
 
 def workers_of(plan: LaunchPlan) -> range:
-    """Return the instances that TensorFlow's variable lists; an empty range for one instance, or too many."""
+    """Return the instances that the variable TF_CONFIG lists: all; none if the job has one or more than 512."""
     return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 
 def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each variable of a framework that the user has set and poprun would set otherwise."""
+    """Yield a warning for each variable of JAX or TensorFlow that the user set to another value than poprun."""
     set_already = _of_user({**user, **plan.variables_of(0)})
     local = plan.layout.num_local_replicas
     devices = set_already.get(JAX_CPU_DEVICES, str(local))
@@ -95,9 +95,9 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
 
 
 def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[str]:
-    """Yield a warning for each variable in ``asked`` (option -x) that would select other GPUs.
+    """Yield a warning for each variable in ``asked`` (option -x) that would select other GPUs than poprun selects.
 
-    Raises PlanError for a mask that would number the devices anew.
+    Raises PlanError for a variable that would number the GPUs anew.
     """
     maker = MAKERS[plan.maker]
     for name in (it for it in maker.masks if plan.devices and it in asked):
@@ -120,7 +120,7 @@ def _of_user(user: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts) -> dict[str, str]:
-    """Return the variables with JAX's devices of instance ``index``, and with the coordinator's address."""
+    """Return the environment variables for JAX: devices of instance ``index``, and the coordinator's address."""
     variables = {}
     if plan.devices:
         variables[JAX_LOCAL_DEVICES] = ",".join(map(str, plan.instance(index).ordinals))
@@ -132,7 +132,7 @@ def _for_jax(plan: LaunchPlan, index: int, user: Mapping[str, str], start: Start
 
 
 def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
-    """Return the variable that lists TensorFlow's workers (MultiWorkerMirroredStrategy); {} without workers."""
+    """Return TF_CONFIG, the variable with the addresses of all TensorFlow workers; {} if ``start`` has none."""
     if not start.workers:
         return {}
     import json
@@ -142,6 +142,6 @@ def _for_tensorflow(index: int, start: StartFacts) -> dict[str, str]:
 
 
 def _for_onnxruntime(plan: LaunchPlan, user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with onnxruntime's number of threads, which otherwise is the number of cores."""
+    """Return the variable with onnxruntime's number of threads; {} if the number of threads is unknown."""
     threads = str(plan.threads_per_replica or user.get(contract.NUM_THREADS))
     return {ONNXRUNTIME: str(int(threads) * plan.layout.num_local_replicas)} if threads.isdecimal() else {}

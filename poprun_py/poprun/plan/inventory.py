@@ -23,7 +23,7 @@ POD: Final = "pod"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualIpu:
-    """A virtual IPU, which stands for a GPU, a share of a host's cores, or a place in a described pod."""
+    """A virtual IPU, which stands for a GPU, for a part of a host's cores, or for an IPU of a described pod."""
 
     index: int
     name: str  # the same for all users of the machine: a GPU's UUID, ``cpu/3``, ``POD64/3``
@@ -59,7 +59,7 @@ class Cluster:
         return len(domain_sizes(self.ipus))
 
     def part(self, allocation: str | None) -> tuple[VirtualIpu, ...]:
-        """Return the IPUs in the named part ``allocation`` of the cluster, which must exist; all IPUs if None."""
+        """Return the IPUs of the cluster's part called ``allocation``, which must exist; all IPUs for None."""
         if allocation is None:
             return self.ipus
         indices = self.allocations[allocation]
@@ -99,20 +99,20 @@ def cpu_slots() -> Iterator[VirtualIpu]:
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """Return a cluster of ``num_ipus`` CPU shares; if None, of ``num_shown`` shares, and jobs can add more."""
+    """Return a cluster of ``num_ipus`` parts of a CPU. If None, it has ``num_shown``, and jobs may add more."""
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
 
 def domain_sizes(ipus: Iterable[VirtualIpu]) -> list[int]:
-    """Return the number of IPUs in each IPU-Link domain that one of ``ipus`` is in."""
+    """Return, for each IPU-Link domain (group of linked IPUs), how many of ``ipus`` are in the domain."""
     return list(Counter(ipu.domain for ipu in ipus).values())
 
 
 def choose_ipus(
     free: Iterable[VirtualIpu], num_ipus: int, domain_size: int, num_domains: int = 1
 ) -> tuple[VirtualIpu, ...]:
-    """Choose ``num_ipus`` of the ``free`` IPUs, the same number per IPU-Link domain; () if they are too few."""
+    """Choose ``num_ipus`` IPUs in ``free``, the same number per IPU-Link domain; return () if too few are free."""
     domains: dict[int, list[VirtualIpu]] = {}
     for ipu in sorted(free, key=lambda ipu: ipu.index):
         domains.setdefault(ipu.domain, []).append(ipu)
@@ -127,12 +127,12 @@ def choose_ipus(
 
 
 def size_of_partition(num_ipus: int) -> int:
-    """Return the size of the smallest partition with ``num_ipus`` IPUs, which is a power of two."""
+    """Return the size of the smallest partition with room for ``num_ipus`` IPUs; sizes are powers of two."""
     return 1 << max(0, num_ipus - 1).bit_length()
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """Return ``num_ipus`` of ``ipus``: neighbours from an aligned index on if possible, else the first IPUs."""
+    """Choose ``num_ipus`` of ``ipus``, if possible neighbours whose first index is aligned to a power of two."""
     size = size_of_partition(num_ipus)
     by_index = {ipu.index: ipu for ipu in ipus}
     for first in by_index:

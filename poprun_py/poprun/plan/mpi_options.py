@@ -54,7 +54,7 @@ class MpiWords:
 
 
 def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> MpiWords:
-    """Return the meaning of ``words``, the value of ``option`` for the MPI launcher; ``kind`` None: no MPI."""
+    """Parse ``words``, the value of ``option`` for the MPI launcher. ``kind`` is None if the job has no MPI."""
     variables: list[tuple[str, str | None]] = []
     is_tagged, log_dir, subnet = False, None, None
     for_launcher: list[str] = []
@@ -101,7 +101,7 @@ class JobWords:
 
 
 def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
-    """Return the meaning of all words in ``request`` for the MPI launcher ``mpi``, which is None without MPI."""
+    """Parse all options for the MPI launcher that ``request`` contains. ``mpi`` is None in a job without MPI."""
     kind = mpi.kind if mpi else None
     for_job = read_mpi_words(request.mpi_global_args, "--mpi-global-args", kind)
     for_all = read_mpi_words(request.mpi_local_args, "--mpi-local-args", kind)
@@ -125,12 +125,12 @@ def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
 
 
 def merged(variables: Variables, stronger: Variables) -> Variables:
-    """Return two lists of environment variables as one; for a name in both, with the value in ``stronger``."""
+    """Merge two lists of environment variables. A variable in both lists gets the value in ``stronger``."""
     return tuple(dict((*variables, *stronger)).items())
 
 
 def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instances: int) -> None:
-    """Raise PlanError if an instance in ``pairs`` does not exist in the job."""
+    """Raise PlanError if ``pairs`` has variables for an instance that does not exist in the job."""
     for index, _ in pairs:
         if not 0 <= index < num_instances:
             raise PlanError(
@@ -140,7 +140,7 @@ def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instanc
 
 
 def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option in ``words``: its name, and its words; the name is empty if a word is no option."""
+    """Yield the name of each option in ``words``, and the option with its values; other words have the name ""."""
     rest = list(reversed(words))
     while rest:
         word = rest.pop()

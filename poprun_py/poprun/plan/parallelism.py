@@ -23,7 +23,7 @@ _OF_JOB = ("tensor", "pipeline", "replicas")
 
 
 def mapping_in_words(words: str) -> AskedMapping:
-    """Return the mapping in words such as ``tensor=2,pipeline=2``. Raises PlanError if they are wrong."""
+    """Parse the user's mapping of replicas to instances: ``tensor=2,pipeline=2``. Raises PlanError if wrong."""
     try:
         sizes = parse_mapping(words)
     except MappingError as error:
@@ -37,7 +37,7 @@ def mapping_in_words(words: str) -> AskedMapping:
 
 
 def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
-    """Return the mapping in ``content``, the text of poprun-size's file ``path``. PlanError if it is wrong."""
+    """Parse the mapping of replicas to instances in ``content``, the text of a file. Raises PlanError if wrong."""
     try:
         saved = loaded(content, name)
     except MappingError as error:
@@ -55,7 +55,7 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
 
 
 def choose_parallelism(request: LaunchRequest) -> Parallelism:
-    """Return how instances share a replica, by the options in ``request``. PlanError if they contradict."""
+    """Return how instances share a replica. Raises PlanError if options in ``request`` contradict each other."""
     asked, size = request.mapping, request.instances_per_replica
     if size is not None:
         check_count("--instances-per-replica", size)
@@ -107,7 +107,7 @@ def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, 
 
 
 def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
-    """Raise PlanError if a host, which has ``num_gpus`` GPUs, has too few for the mapping ``asked``."""
+    """Raise PlanError if each host has GPUs, ``num_gpus``, but too few for the mapping that the user asked for."""
     if asked.replicas is None or plan.devices or not num_gpus:
         return
     counts = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
@@ -123,7 +123,7 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
 
 
 def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """Return a warning if a host's ``gpus`` differ from the GPUs that the mapping was planned for; else ()."""
+    """Return a warning if the job's devices differ from the devices for which its mapping was made; else ()."""
     if asked.devices is None or (plan.vipu.is_offline and asked.devices.are_gpus):
         return ()
     planned, on_gpus = asked.devices, bool(plan.devices)
@@ -144,7 +144,7 @@ def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) ->
 
 
 def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:
-    """Return the name and memory of ``gpu`` if it is another model, or smaller, than planned; "" if not."""
+    """Return name and memory of ``gpu`` if it is another model or has less memory than ``planned``; "" if not."""
     is_other = gpu.model and planned.device in DEVICES and not is_called(planned.device, gpu.model)
     if is_other or 0 < gpu.memory_bytes < _ENOUGH * planned.memory_gib * GIB:
         return f"{gpu.model} with {gib(gpu.memory_bytes)} GiB, not {planned.memory_gib:.2f}"

@@ -39,7 +39,7 @@ class Demand:
 
 
 def flat_map(cores: Iterable[int]) -> tuple[Cpu, ...]:
-    """Return cores of a machine of unknown structure as if it had one NUMA node and one cache."""
+    """Return a map of ``cores`` with only one NUMA node and one cache, for a machine of unknown structure."""
     return tuple(Cpu(number=number, core=number, cache=0, node=0, socket=0) for number in cores)
 
 
@@ -55,7 +55,7 @@ def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) 
 
 
 def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Binding, ...]:
-    """Return the bindings for ``parts``, the cores of each instance; instances with equal cores share one."""
+    """Return bindings to ``parts``, the cores of each instance; instances with equal cores share one binding."""
     instances: dict[_Part, list[int]] = {}
     for instance, part in enumerate(parts):
         instances.setdefault(part, []).append(instance)
@@ -70,7 +70,7 @@ def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Bi
 
 
 def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the memory nodes of the cores ``part``; () if the cores have all memory nodes, or none."""
+    """Return the NUMA nodes whose memory is near the cores ``part``; () if these are all ``memory_nodes``."""
     nodes = {cpu.node for cpu in part}.intersection(memory_nodes)
     return tuple(sorted(nodes)) if len(nodes) < len(memory_nodes) else ()
 
@@ -88,13 +88,13 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """Return the indices of the NUMA nodes near an instance's GPUs; of one node by turns without GPUs."""
+    """Return the indices of the NUMA nodes near an instance's GPUs; without GPUs, of a node that it may share."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 
 
 def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
-    """Return the indices of each instance's own NUMA nodes, if there are more nodes than instances."""
+    """Divide all NUMA nodes among the instances, which are fewer; return the indices of each instance's nodes."""
     count = demand.num_instances
     owned = [{i for i, node in enumerate(nodes) if node[0].node in demand.nodes_near(k)} for k in range(count)]
     if not any(owned):
@@ -124,7 +124,7 @@ def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Se
 
 
 def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
-    """Return the first physical cores in ``units``, at least one, with ``max_cores`` hardware threads at most."""
+    """Return the first physical cores of ``units``, at least one, with at most ``max_cores`` hardware threads."""
     total, kept = 0, 0
     for unit in units:
         total += len(unit)
@@ -133,7 +133,7 @@ def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
 
 
 def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
-    """Return a part of ``size`` physical cores or more per instance, in the smallest cache or node with room."""
+    """Return ``size`` physical cores for each instance, from the smallest cache or NUMA node with enough cores."""
     scopes = [units]
     if not any(demand.near):
         scopes = [*_by_size(units, _cache_of), *_by_size(units, _node_of), units]
@@ -142,7 +142,7 @@ def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]
 
 
 def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
-    """Cut the physical cores ``units`` into parts of ``size``, within one cache or NUMA node if possible."""
+    """Divide physical cores into sets of ``size`` cores; each set is in one cache or NUMA node if possible."""
     parts: list[_Part] = []
     for groups in (_by_size(units, _cache_of), _by_size(units, _node_of), [units]):
         in_order = sorted(groups, key=lambda group: _place_of_core(group[0][0]))
@@ -157,12 +157,12 @@ def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
 
 
 def _by_size(units: Sequence[_Part], key: Callable[[Cpu], tuple[int, ...]]) -> list[Sequence[_Part]]:
-    """Return the physical cores ``units``, grouped by cache or by NUMA node (``key``), small groups first."""
+    """Return the physical cores ``units`` in groups with one cache or NUMA node (``key``), the smallest first."""
     return sorted((list(group) for _, group in groupby(units, key=lambda unit: key(unit[0]))), key=len)
 
 
 def _nearest(parts: Sequence[_Part], demand: Demand) -> Sequence[_Part]:
-    """Choose one of ``parts``, which are sets of cores, for each instance: near its GPUs if possible."""
+    """Choose one of the sets of cores ``parts`` for each instance, near the instance's GPUs if possible."""
     free = list(parts)
     chosen: dict[int, _Part] = {}
     for instance in range(demand.num_instances):

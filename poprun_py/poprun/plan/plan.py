@@ -41,7 +41,7 @@ class LauncherKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places(Parallelism):
-    """The place of each instance in messages: its part of a replica, and its host if there are several."""
+    """The location of each instance for messages: its part of a replica, and its host if there are several."""
 
     hosts: Sequence[str] = ()  # each with the same number of instances; empty if the job has only one host
     num_per_host: int = 1
@@ -52,7 +52,7 @@ class Places(Parallelism):
         return tuple(self.hosts[number] for number in sorted(numbers))
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return, in words, the host and the part of a replica that all ``instances`` have in common."""
+        """Return the host and the part of a replica that all ``instances`` have in common, as a text."""
         instances = tuple(instances)
         hosts = self.hosts_of(instances)
         host = f"host {hosts[0]}" if len(hosts) == 1 else ""
@@ -61,7 +61,7 @@ class Places(Parallelism):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFacts:
-    """Facts that poprun decides when a job starts, such as addresses, and gives to the programs."""
+    """The values that poprun chooses when a job starts, such as addresses and ports, and passes to programs."""
 
     job_id: str = ""  # the same for all instances and all attempts of a job
     restart_count: int = 0  # number of restarts of the job until now
@@ -75,7 +75,7 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedDevices:
-    """The GPUs and cores that a job has leased on one host, used instead of the planned ones."""
+    """The GPUs and cores that a job has leased on one host, and uses instead of the plan's GPUs and cores."""
 
     devices: tuple[str, ...]  # GPUs or slices of GPUs, in slot order
     cores: tuple[int, ...]  # cores of the host, ascending
@@ -174,13 +174,13 @@ class LaunchPlan:
     maker: str = field(default=DEFAULT_MAKER, metadata=IF_USED)
 
     def trace_parts(self, job_id: str, restart_count: int) -> str:
-        """Return the folder in which the programs of one attempt write their recordings for a trace."""
+        """Return the folder of one start of the job, in which its programs write recordings for a trace."""
         folder = os.path.join(self.working_directory, self.trace.folder or "")
         return os.path.join(folder, f".parts-{job_id}-{restart_count}")
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The distribution of replicas over instances; instances that share a replica count as one."""
+        """The distribution of replicas over instances; instances that share a replica count as one instance."""
         number = self.num_instances // self.parallelism.instances_per_replica
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
@@ -191,7 +191,7 @@ class LaunchPlan:
 
     @property
     def places(self) -> Places:
-        """The place of each instance in messages: its part of a replica, and its host."""
+        """The location of each instance for messages: its part of a replica, and its host."""
         shared = self.parallelism
         return Places(
             instances_per_replica=shared.instances_per_replica,
@@ -203,7 +203,7 @@ class LaunchPlan:
 
     @property
     def num_ipus_per_instance(self) -> int:
-        """The number of virtual IPUs of each instance, for all its replicas or its part of one."""
+        """The number of virtual IPUs of each instance, for all its replicas or its part of a shared replica."""
         return self.layout.num_local_replicas * self.num_devices_per_instance
 
     @property
@@ -223,7 +223,7 @@ class LaunchPlan:
 
     @property
     def num_gpus_per_host(self) -> int:
-        """The number of GPUs that the job uses on each host; without GPUs, the number it needs."""
+        """The number of GPUs that the job uses on each host; if it uses none, the number that it would need."""
         return len(self.devices) or self.num_gpus_needed
 
     @property
@@ -235,7 +235,7 @@ class LaunchPlan:
 
     @property
     def num_ilds(self) -> int:
-        """The number of IPU-Link domains of the job, which have equally many instances."""
+        """The number of IPU-Link domains (groups of linked IPUs) of the job; all have equally many instances."""
         return self.vipu.num_ilds or 1
 
     def ild_of(self, instance: int) -> int:
@@ -244,12 +244,12 @@ class LaunchPlan:
 
     @property
     def asks_server(self) -> bool:
-        """Whether the job gets its virtual IPUs from a server."""
+        """Whether the job leases its virtual IPUs from a server (option ``--vipu-server-host``)."""
         return self.vipu.server_host is not None and not self.vipu.is_offline
 
     @property
     def leases_ipus(self) -> bool:
-        """Whether the job leases virtual IPUs of a pod or of CPUs from the pools of its hosts."""
+        """Whether the job leases virtual IPUs of a pod or of CPUs from its hosts' pools (files of leases)."""
         vipu = self.vipu
         if vipu.is_offline or self.asks_server:
             return False
@@ -258,7 +258,7 @@ class LaunchPlan:
 
     @property
     def takes_lease(self) -> bool:
-        """Whether the job leases GPUs or virtual IPUs from the pools of its hosts."""
+        """Whether the job leases GPUs or virtual IPUs from its hosts' pools (files that list all leases)."""
         return bool(self.devices) or self.leases_ipus
 
     @property
@@ -285,7 +285,7 @@ class LaunchPlan:
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """Return the names of variables that instance ``index`` (None: every one) takes from poprun."""
+        """Return the variables that the user asked to pass from poprun to instance ``index``, or to all (None)."""
         return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
@@ -293,7 +293,7 @@ class LaunchPlan:
         return {name: value for name, value in self._asked_variables(index) if value is not None}
 
     def _asked_variables(self, index: int | None) -> Iterator[tuple[str, str | None]]:
-        """Yield the user's variables for all programs, then the user's for instance ``index``."""
+        """Yield the variables that the user set for all programs, then the variables for instance ``index``."""
         yield from self.variables
         for instance, variables in self.instance_variables:
             if instance == index:
@@ -301,7 +301,7 @@ class LaunchPlan:
 
     @property
     def named_devices(self) -> LeasedDevices:
-        """The GPUs and cores in the plan, which the job uses if no lease gives it other ones."""
+        """The GPUs and cores in the plan, which the job uses unless a lease gives it other GPUs and cores."""
         return LeasedDevices(devices=self.devices, cores=self.cores, bindings=self.bindings)
 
     def instance(self, index: int, given: LeasedDevices | None = None) -> InstancePlan:
@@ -337,7 +337,7 @@ class LaunchPlan:
         )
 
     def _dealt(self, local_index: int, num_devices: int) -> tuple[int, ...]:
-        """Return the indices of an instance's GPUs among its host's; with too few GPUs, instances share."""
+        """Return the indices of an instance's GPUs on its host; if GPUs are too few, instances share them."""
         first, count = local_index * self.num_devices_per_instance, self.num_devices_per_instance
         return tuple(number % num_devices for number in range(first, first + count)) if num_devices else ()
 
@@ -351,14 +351,14 @@ class LaunchPlan:
         return map(self.instance, range(self.num_instances))
 
     def _share_of(self, cores: tuple[int, ...], local_index: int) -> tuple[int, ...]:
-        """Return an instance's part of a host's ``cores``; instances share a core if cores are too few."""
+        """Return an instance's equal part of a host's ``cores``; if cores are too few, instances share a core."""
         count, num_cores = self.num_instances_per_host, len(cores)
         first = local_index * num_cores // count
         last = max(first + 1, (local_index + 1) * num_cores // count)
         return cores[first:last]
 
     def contract(self, index: int, start: StartFacts | None = None) -> Contract:
-        """Return the contract of instance ``index``: all that poprun says to its program by variables."""
+        """Return the contract of instance ``index``: all values that its program gets in environment variables."""
         start = start or StartFacts()
         instance = self.instance(index)
         return Contract(

@@ -49,7 +49,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
 
 
 def plan_from_dict(values: object, source: str) -> LaunchPlan:
-    """Return the plan in the parsed file ``values``. Raises PlanError, with file, key and value, if wrong."""
+    """Return the plan in ``values``, the parsed file ``source``. Raises PlanError if a key or value is wrong."""
     plan = read_record(LaunchPlan, values, source, version=VERSION)
     check_plan(plan, source)
     return plan

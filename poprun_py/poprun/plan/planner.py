@@ -78,7 +78,7 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Return the plan of :func:`make_plan`, and advice; ``are_hosts_seen``: poprun inspects the hosts."""
+    """Return the plan of :func:`make_plan`, and advice. ``are_hosts_seen``: whether poprun inspects all hosts."""
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
@@ -129,7 +129,7 @@ def make_advised_plan(
 
 
 def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts) -> tuple[str, ...]:
-    """Raise PlanError if GPUs are too few for the mapping, if any; return how they differ from its GPUs."""
+    """Raise PlanError if GPUs are too few for the request's mapping; return a warning if their kind differs."""
     if request.mapping is None:
         return ()
     from poprun.plan.parallelism import check_found, other_devices
@@ -150,14 +150,14 @@ class _Counts:
 
     @property
     def ipus_per_part(self) -> int:
-        """The number of virtual IPUs of one instance's part of a replica, or of a whole replica."""
+        """The number of virtual IPUs of a replica, or, if instances share replicas, of one instance's part."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
 
 def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
-    """Return ``request``, completed by the mapping and Slurm's job, and the numbers of the job."""
+    """Return ``request``, completed by its mapping and Slurm's job, and the numbers of instances and replicas."""
     if request.num_replicas is not None:
         check_count("--num-replicas", request.num_replicas)
     parallelism = Parallelism()
@@ -196,7 +196,7 @@ def _count(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """Return the binding of each of a host's instances to cores: the cores ``given`` by a lease, or the plan's."""
+    """Choose each instance's cores on a host, of the leased cores ``given``, or of the plan's cores if None."""
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
@@ -214,7 +214,7 @@ def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = N
 def _within_allocation(
     request: LaunchRequest, allocation: Allocation, size: int, *, is_counted: bool
 ) -> LaunchRequest:
-    """Return ``request`` with the hosts of the Slurm job, and one instance for each task of Slurm."""
+    """Return ``request`` with the hosts of Slurm's job ``allocation``, and one instance for each Slurm task."""
     if allocation.task is not None:
         rank, size = allocation.task
         raise PlanError(
@@ -236,7 +236,7 @@ def _within_allocation(
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
-    """Return the hosts of the job, all of Slurm's by default. Raises PlanError if one is not in ``allocation``."""
+    """Return the job's hosts, by default all of ``allocation``. Raises PlanError if a host is not Slurm's."""
     foreign = [host for host in request.hosts if host not in allocation.nodes]
     if foreign:
         raise PlanError(
@@ -254,7 +254,7 @@ def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
 
 
 def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
-    """Raise PlanError unless Slurm has one task for each instance; else its job would wait for ever."""
+    """Raise PlanError unless Slurm's job has exactly one task for each instance, and equally many on each host."""
     tasks = _tasks(allocation, hosts)
     if not tasks:
         return
@@ -282,7 +282,7 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
 
 
 def check_settings(asked: LaunchRequest | LaunchPlan, num_instances: int, parallelism: Parallelism) -> None:
-    """Raise PlanError if a value in a request or plan is impossible with ``num_instances`` instances."""
+    """Raise PlanError if a setting in a request or plan is impossible for a job of ``num_instances`` instances."""
     if asked.threads_per_replica is not None:
         check_count("--threads-per-replica", asked.threads_per_replica)
     check_output(asked.output, num_instances, has_mesh=parallelism.has_mesh)
@@ -306,7 +306,7 @@ def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
 def _num_automatic(
     num_replicas: int | None, size: int, num_hosts: int, num_free: int, num_in_pod: int | None
 ) -> int:
-    """Return how many instances ``auto`` means, if one host has free GPUs for ``num_free`` instances."""
+    """Return the number of instances that ``auto`` means if each host has free GPUs for ``num_free`` instances."""
     number = max(1, num_free) * num_hosts
     if num_replicas is not None:
         legal = legal_instances(num_replicas, num_hosts, size)
@@ -335,7 +335,7 @@ def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | Non
 
 
 def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKind:
-    """Return which launcher starts the job: MPI if found, else Slurm inside its job, else poprun itself."""
+    """Return the launcher: the user's choice, or MPI if it was found, else srun in a Slurm job, else poprun."""
     if mpi is not None:
         return LauncherKind.MPI
     is_slurm = request.launcher is LauncherChoice.SRUN or request.remote.slurm_job is not None
@@ -343,7 +343,7 @@ def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKi
 
 
 def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
-    """Return the plan's settings for virtual IPUs, with the number of IPU-Link domains filled in."""
+    """Return the plan's settings for virtual IPUs, completed by the number of IPU-Link domains (linked IPUs)."""
     vipu = plan.vipu
     if vipu.num_ilds is None and vipu.ipus_per_host is None and pod is None:
         return vipu
@@ -382,7 +382,7 @@ def _choose_devices(
 
 
 def _num_cores(plan: LaunchPlan) -> int:
-    """Return the number of a host's cores on which the job computes: all, or the share of its virtual IPUs."""
+    """Return on how many cores of a host the job computes: all, or a part in proportion to its virtual IPUs."""
     counted, num_cores = plan.vipu.ipus_per_host, len(plan.cores)
     if plan.devices or counted is None:
         return num_cores
@@ -390,7 +390,7 @@ def _num_cores(plan: LaunchPlan) -> int:
 
 
 def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:
-    """Return the number of threads of each replica; None if the user has set ``OMP_NUM_THREADS``."""
+    """Return the number of threads of each replica; None if poprun keeps the user's ``OMP_NUM_THREADS``."""
     if request.threads_per_replica is not None:
         return request.threads_per_replica
     asked = dict(variables).get(NUM_THREADS)
@@ -400,7 +400,7 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Vari
 
 
 def _choose_output(request: LaunchRequest, words: JobWords) -> OutputSettings:
-    """Return the request's settings for output; words for the MPI launcher fill in missing settings."""
+    """Return the request's settings for output; MPI options in ``words`` fill in settings that are missing."""
     asked = request.output
     is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
     return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)

@@ -88,18 +88,18 @@ def read_pod(text: str, source: str) -> Cluster:
 
 
 def on_machine(pod: Cluster, names: Collection[str]) -> Cluster:
-    """Return ``pod`` with only the IPUs of its host in ``names``; with all IPUs if no host is in ``names``."""
+    """Return ``pod`` with only the IPUs of the host called ``names``; with all IPUs if there is no such host."""
     return replace(pod, ipus=next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus))
 
 
 def share_of(pod: Cluster, host: str) -> tuple[VirtualIpu, ...]:
-    """Return the IPUs of the pod's host ``host``: equally many consecutive IPUs for each host."""
+    """Return the IPUs that the host ``host`` has in ``pod``; each host has equally many consecutive IPUs."""
     size, number = len(pod.ipus) // len(pod.hosts), pod.hosts.index(host)
     return pod.ipus[number * size : (number + 1) * size]
 
 
 def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
-    """Return the part of the pod (allocation) that the user chose by an option; None if it is the whole pod."""
+    """Return the name of the pod's part (allocation) that the user chose by an option; None for the whole pod."""
     name = vipu.allocation or vipu.cluster
     # a pod without allocations is itself one allocation, whatever name the user gave
     return None if name == pod.name or not pod.allocations else name
@@ -126,9 +126,7 @@ def _pod(
 
 
 def _allocations(described: PodDescription, source: str) -> dict[str, range]:
-    """Return the IPUs of each named part (allocation) of the pod ``described``. Raises PlanError if a part's
-    IPU-Machines are not consecutive IPU-Machines of the pod, or if the part's name is invalid.
-    """
+    """Return the IPUs of each named part (allocation) of a pod. Raises PlanError if a part is not possible."""
     last, ranges = described.num_machines - 1, {}
     for name, machines in (described.allocations or {}).items():
         if not _SAFE.fullmatch(name):

@@ -15,7 +15,7 @@ _REPORTS: Final = ("autoReport.all", "autoReport.outputExecutionProfile")
 
 
 def asked_trace(variables: Mapping[str, str]) -> TraceSettings | None:
-    """Return the settings of the trace that PopTorch's ``variables`` ask for; None if they ask for none."""
+    """Return the settings of the trace (profile) that PopTorch's ``variables`` ask for; None without a request."""
     engine = _options(variables.get(ENGINE_OPTIONS, ""))
     if engine and any(_is_on(engine.get(name)) for name in _REPORTS):
         return TraceSettings(folder=str(engine.get("autoReport.directory") or _HERE), seconds=_SECONDS)

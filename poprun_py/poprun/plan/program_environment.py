@@ -60,13 +60,13 @@ def check_folder_name(option: str, job_id: str) -> None:
 
 
 def wished_job_id(user: Mapping[str, str]) -> str:
-    """Return the job id that the user has set, so that a repeated job keeps its name; "" if there is none."""
+    """Return the job id that the user set in POPDIST_JOB_ID; "" if it is not set, or if an outer job set it."""
     # a program of a job that starts another job passes its own id on without intention
     return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
 
 
 def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """Return the user's variables to send to other hosts; ``A*`` in ``named`` means all that begin with A."""
+    """Return the user's variables to send to other hosts. ``A*`` in ``named`` adds all names that begin with A."""
     # variables of a machine or a login stay here, and so do secrets, because the connection is not encrypted
     beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     return {
@@ -81,7 +81,7 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
 
 
 def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for the MPI launcher of a job on several hosts, and for programs here."""
+    """Return the user's variables for the MPI launcher of a job on several hosts, and for this host's programs."""
     # Hydra sends all its variables to every host unencrypted, so it gets only harmless and necessary variables
     launcher_variables = {
         name: value
@@ -92,19 +92,19 @@ def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
-    """Return variables with the network ``interface`` for torch and NCCL that the user has not set."""
+    """Return variables with which torch and NCCL use the network ``interface``, except what the user has set."""
     return {name: interface for name in _INTERFACE_NAMES if name not in user}
 
 
 def hash_seed(user: Mapping[str, str]) -> dict[str, str]:
-    """Return PYTHONHASHSEED, which makes sets of strings have one order on all instances; {} if it is set."""
+    """Return PYTHONHASHSEED, so that sets of strings have one order on all instances; {} if the user set it."""
     return {} if HASH_SEED in user else {HASH_SEED: "0"}
 
 
 def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
-    """Return the variables that poprun adds to the environment ``user`` of instance ``index``.
+    """Return the variables that poprun adds to the user's environment ``user`` for instance ``index``.
 
     The result contains the variables that the user gave with poprun's options.
     """
@@ -137,7 +137,7 @@ def program_environment(
 
 
 def _masks(plan: LaunchPlan, index: int, user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that select the GPUs that a program sees, and the order in which they are numbered."""
+    """Return the environment variables that select the GPUs that a program sees, and the order of these GPUs."""
     if not plan.devices:
         return dict(maker.hiding for maker in makers.MAKERS.values()) if plan.vipu.is_offline else {}
     maker = makers.MAKERS[plan.maker]
@@ -149,7 +149,7 @@ def _masks(plan: LaunchPlan, index: int, user: Mapping[str, str]) -> dict[str, s
 def _trace_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None
 ) -> dict[str, str]:
-    """Return the variables that say what a program records for a trace; {} if nothing is traced."""
+    """Return the variables that say which steps a program records for a trace; {} if the job has no trace."""
     trace = plan.trace
     if trace.folder is None or start is None:
         return {}

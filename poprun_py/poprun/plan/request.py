@@ -76,7 +76,7 @@ class RemoteSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VipuSettings:
-    """The settings for the virtual IPUs of a job, and for the pool or server that leases them."""
+    """The settings for the virtual IPUs of a job, and for the pool (file of leases) or server that leases them."""
 
     partition: str | None = None  # name of the partition to use or create, or None
     partition_attempts: int = 1  # number of attempts if the partition is not ready
@@ -98,7 +98,7 @@ class VipuSettings:
 
 
 class LauncherChoice(StrEnum):
-    """The launcher that the user chose; ``AUTO`` means MPI if it is found, otherwise Slurm in an allocation."""
+    """The launcher that the user chose; ``AUTO``: MPI if found, else srun in a Slurm job, else poprun itself."""
 
     AUTO = "auto"
     MPI = "mpi"
@@ -124,7 +124,7 @@ NO_TRACE: Final = TraceSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMapping:
-    """The mapping (tensor, pipeline, replicas) of ``--parallelism``, from words or from a file."""
+    """The user's mapping of replicas to instances, given by ``--parallelism`` as words or as a file's name."""
 
     text: str  # the words or the name of the file, as the user wrote it
     tensor: int = 1  # number of instances that share each layer
@@ -190,7 +190,7 @@ class LaunchRequest:
 
 
 def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:
-    """Raise PlanError if ``output`` is impossible; only with ``has_mesh`` tags can name stages or shards."""
+    """Raise PlanError if ``output`` is impossible. Only with ``has_mesh`` may a line's tag name stage or shard."""
     unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
     if unknown:
         raise PlanError(
@@ -303,7 +303,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
 
 
 def check_tag_format(template: str, *, has_mesh: bool = True) -> None:
-    """Raise PlanError if the tag's ``template`` has an unknown field, or an unmatched brace."""
+    """Raise PlanError if ``template``, for an output line's tag, has an unknown field or an unmatched brace."""
     known = [name for name in TAG_FIELDS if has_mesh or name not in ("stage", "shard")]
     fields = ", ".join(f"{{{name}}}" for name in known)
     for piece in re.finditer(_PIECE, template):
@@ -328,7 +328,7 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
 def check_counts(
     *, num_instances: int, num_replicas: int | None, num_hosts: int, instances_per_replica: int = 1
 ) -> None:
-    """Raise PlanError if instances do not divide over hosts, or replicas and instances over each other."""
+    """Raise PlanError if instances do not divide evenly over hosts, or replicas or instances over each other."""
     check_count("--num-instances", num_instances)
     if num_replicas is not None:
         check_count("--num-replicas", num_replicas)
@@ -352,7 +352,7 @@ def check_ipus_per_replica(ipus_per_replica: int, instances_per_replica: int) ->
 
 
 def legal_instances(num_replicas: int, num_hosts: int, instances_per_replica: int = 1) -> list[int]:
-    """Return the numbers of instances, ascending, that fit ``num_replicas`` and divide over the hosts."""
+    """Return all possible numbers of instances, ascending, for ``num_replicas`` replicas on the job's hosts."""
     if instances_per_replica > 1:
         counts: Iterable[int] = (num_replicas * instances_per_replica,)
     else:

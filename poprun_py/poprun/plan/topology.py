@@ -26,7 +26,7 @@ class MpiRuntime:
 
     @property
     def launcher(self) -> str:
-        """The path of the program with which poprun starts a job."""
+        """The path of the MPI runtime's program, such as ``mpiexec``, with which poprun starts a job."""
         return self.forker or self.path
 
     @property
@@ -123,7 +123,7 @@ class MachineFacts:
         return int(text) if text.isdecimal() else 0
 
     def within(self, allocation: Allocation | None) -> "MachineFacts":
-        """Return the facts of a node of Slurm's job: this machine's if it is a node, else Slurm's."""
+        """Return the facts about a node of Slurm's job: about this machine if it is a node, else as Slurm says."""
         if allocation is None or allocation.node_here is not None or self.hostname in allocation.nodes:
             return replace(self, allocation=allocation)
         return replace(
@@ -155,7 +155,7 @@ class ProcessPlacement(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """The cores and NUMA nodes to which some instances are bound, on every host alike."""
+    """The cores and NUMA nodes to which some instances of a host are bound, the same on every host."""
 
     instances: tuple[int, ...]  # indices among the instances of the host, ascending
     cores: tuple[int, ...]  # cores on which the instances' threads may run, ascending; at least one
@@ -163,12 +163,12 @@ class Binding:
     memory_nodes: tuple[int, ...]
 
     def holds(self, instance: int) -> bool:
-        """Whether the instance ``instance``, counted on its host, is bound to these cores."""
+        """Whether the instance with the index ``instance`` on its host is bound to the cores of this binding."""
         position = bisect_left(self.instances, instance)
         return self.instances[position : position + 1] == (instance,)
 
     def share_of(self, instance: int) -> tuple[int, ...]:
-        """Return the part of the cores, at least one, that ``instance`` gets if instances divide the cores."""
+        """Return the cores of ``instance``, at least one, if the binding's instances divide its cores evenly."""
         position, count = bisect_left(self.instances, instance), len(self.instances)
         first = position * len(self.cores) // count
         return self.cores[first : max(first + 1, (position + 1) * len(self.cores) // count)]

@@ -106,7 +106,7 @@ def jobset(plan: LaunchPlan, name: str, image: str) -> str:
 
 
 def _launcher_words(plan: LaunchPlan, kind: MpiKind) -> tuple[str, ...]:
-    """Return the command line of mpirun or mpiexec, with all variables, because ssh does not pass them on."""
+    """Return the command line of mpirun or mpiexec, with all environment variables: ssh does not pass them on."""
     total, per_host = str(plan.num_instances), str(plan.num_instances_per_host)
     variables = _common_variables(plan)
     if kind is MpiKind.MPICH:

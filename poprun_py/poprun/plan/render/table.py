@@ -99,7 +99,7 @@ def _shown(text: str) -> str:
 
 
 def _rows(plan: LaunchPlan) -> Iterator[Sequence[str]]:
-    """Yield the table's rows of all hosts; of many hosts the first, one row for the middle ones, and the last."""
+    """Yield the table's rows of all hosts; of more than 4 hosts, one row stands for all but first and last."""
     num_hosts = len(plan.hosts)
     if num_hosts <= _MAX_HOSTS:
         for host_index in range(num_hosts):
@@ -114,7 +114,7 @@ def _rows(plan: LaunchPlan) -> Iterator[Sequence[str]]:
 
 
 def _host_rows(plan: LaunchPlan, host_index: int) -> Iterator[Sequence[str]]:
-    """Yield the rows of a host's instances; if they are many, one row stands for those in the middle."""
+    """Yield the rows of a host's instances; of more than 8 instances, one row stands for most of them."""
     indices = instances_of_host(plan, host_index)
     num_shown = len(indices) if len(indices) <= _MAX_INSTANCES else _NUM_SHOWN
     yield _instance_row(plan, indices[0], plan.hosts[host_index])
@@ -165,7 +165,7 @@ def _origins(details: Details) -> Iterator[tuple[str, str]]:
 
 
 def _bindings(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
-    """Yield lines that say to which cores a host's instances are bound; of many bindings only some."""
+    """Yield lines that say to which cores a host's instances are bound; of more than 8 lines most are left out."""
     bindings = plan.bindings
     if not bindings:
         return

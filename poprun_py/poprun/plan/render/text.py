@@ -32,7 +32,7 @@ class _Cells:
 
     @property
     def leaf_width(self) -> int:
-        """The width of a cell of the last row with which all cells of all rows have room for their text."""
+        """The width of the last row's cells with which the cells of all rows have room for their text."""
         num_leaves = len(self.leaves)
         widest = max(map(len, self.leaves))
         for row in self.rows.values():
@@ -43,7 +43,7 @@ class _Cells:
 
     @property
     def width(self) -> int:
-        """The number of columns to the right of the labels."""
+        """The width of the table to the right of its labels, in characters."""
         return len(self.leaves) * (self.leaf_width + 3) - 1
 
 
@@ -70,7 +70,7 @@ def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
 
 
 def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[str]]) -> _Cells:
-    """Return a table with one cell for each IPU-Link domain, or one for all if columns do not divide evenly."""
+    """Return a table with a cell for each IPU-Link domain, or one cell for all if columns do not divide evenly."""
     shown = {label: row for label, row in rows.items() if row}
     divides = len(_Cells(shown).leaves) % plan.num_ilds == 0
     ilds = _items(plan.num_ilds) if divides else [fold_numbers(range(plan.num_ilds))]
@@ -78,7 +78,7 @@ def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[s
 
 
 def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:
-    """Yield tables of the plan, each with less detail than the one before; too large ones are left out."""
+    """Yield tables of the plan, each with less detail than the table before; very large tables are left out."""
     num_hosts, num_instances, num_replicas = len(plan.hosts), plan.num_instances, plan.num_replicas
     if plan.parallelism.is_shared and num_instances <= MAX_WIDTH:
         yield _cells(plan, plan.hosts, _shared_rows(plan))

@@ -40,7 +40,7 @@ class Grid:
         return self.num_columns * (width + self.gap) - self.gap, num_rows * (height + self.gap) - self.gap
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the upper left corner of the cell with the index ``index``."""
+        """Return x and y of the upper left corner of the cell with the index ``index``, in pixels."""
         row, column = divmod(index, self.num_columns)
         return column * (self.cell[0] + self.gap), row * (self.cell[1] + self.gap)
 

@@ -94,12 +94,12 @@ def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
 
 
 def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return the elements and attributes that explain an SVG group by ``words``: a title, shown by viewers."""
+    """Return an SVG title with ``words``, which viewers show as the explanation of a group, and no attributes."""
     return [element("title", escaped(words))], {}
 
 
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return the elements and attributes that explain an SVG group in a page: a label that a script shows."""
+    """Return no elements, and attributes of an SVG group with the label ``words``, which the page can show."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 

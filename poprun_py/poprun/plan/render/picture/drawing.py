@@ -132,7 +132,7 @@ class _Drawer:
     def frames(
         self, class_: str, blocks: Sequence[Block], count: int, padding: int, gap: int, first: int = 0
     ) -> list[Block]:
-        """Return a frame around each ``count`` of ``blocks``; IPU-Link domains are numbered from ``first``."""
+        """Return frames, each around ``count`` blocks; frames of IPU-Link domains get numbers from ``first``."""
         size, space, frames = self.sizes.text, self.sizes.space, []
         top = padding + size + space if class_ == "ild" else padding
         for start in range(0, len(blocks), count):
@@ -219,14 +219,14 @@ class _Drawer:
         return [self._label("replica", [replica]) for replica in replicas]
 
     def _widest_label(self) -> int:
-        """Return the width of the widest text in an instance, by the instance with the highest number."""
+        """Return the width in pixels of the widest text in the last instance, which has the longest numbers."""
         sizes, last = self.sizes, self.plan.instance(self.plan.num_instances - 1)
         labels = [self._label("instance", [last.index]), *self._bar_labels(last)]
         labels += [stands_for(last)[:24]] if sizes.is_wordy else []
         return max(text_width(words, sizes.text) for words in labels) + sizes.space
 
     def _label(self, noun: str, numbers: Sequence[int]) -> str:
-        """Return the text on an instance or a replica: its noun and numbers, or only numbers if room is small."""
+        """Return the text on an instance or a replica: noun and numbers, or only numbers if room is small."""
         return numbered(noun, numbers) if self.has_words else fold_numbers(numbers)
 
 
