@@ -56,7 +56,7 @@ _WORD_SECONDS = 2.0
 
 
 class Parentage(NamedTuple):
-    """The processes from which an agent comes: its shim, and the process that started the shim."""
+    """The parents of an agent, which starts and ends a program: the shim that forked it, and the shim's parent."""
 
     shim: int  # the process id of its shim
     runtime: int  # the process id of the process that started the shim
@@ -66,14 +66,14 @@ class Parentage(NamedTuple):
 
 
 class HeldKey(NamedTuple):
-    """The key of the agent's job; both fields are empty if the kernel identifies the agents."""
+    """The job's secret key, with which an agent connects to poprun over a network; empty on one machine."""
 
     text: str
     file: str  # the file that contained the key
 
 
 def forget_key(key: HeldKey) -> None:
-    """Remove the file with the job's key, which every shim has read; another agent may have removed the file."""
+    """Remove the file with the job's secret key; do nothing if another agent has already removed the file."""
     try:
         os.unlink(key.file)
     except OSError:
@@ -81,7 +81,7 @@ def forget_key(key: HeldKey) -> None:
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
-    """Bind this process to cores and memory nodes; return the reason if the memory cannot be bound, else {}."""
+    """Bind this process to cores and NUMA nodes; return {}, or the reason if the memory cannot be bound."""
     # child processes inherit both settings: sched_setaffinity(2); set_mempolicy(2), which containers may forbid
     if cores:
         os.sched_setaffinity(0, cores)
@@ -96,7 +96,7 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
 
 
 class HeldPorts:
-    """The ports at which libraries of an instance's program will listen, held until then without listening."""
+    """The ports at which libraries of an instance's program will listen, reserved by sockets until then."""
 
     # Every instance must know the ports before the program listens. The kernel gives a port that is bound with
     # SO_REUSEADDR to no process that asks for any free port, but the library's listener can still bind the port.
@@ -113,11 +113,11 @@ class HeldPorts:
 
     @property
     def numbers(self) -> list[int]:
-        """The port numbers: of TensorFlow's worker; on instance 0 also of torch's store, JAX, popdist's store."""
+        """The port numbers of TensorFlow's worker and, for instance 0, of torch's store, JAX, popdist's store."""
         return [one.getsockname()[1] for one in self.sockets]
 
     def has_worker(self) -> bool:
-        """Whether TensorFlow listens at its port; if not, this process takes the port from now on."""
+        """Whether TensorFlow listens at its port; if not, this process listens at the port from now on."""
         try:
             self.sockets[0].listen()
         except OSError:
@@ -152,7 +152,7 @@ def detach_streams() -> None:
 
 
 def run_agent(address: str, key: HeldKey, index: int, parentage: Parentage) -> int:
-    """Run the agent of instance ``index`` to its end and return its exit code; report an OSError to poprun."""
+    """Run the agent, which starts and ends the program of instance ``index``; return the agent's exit code."""
     os.setsid()
     try:
         streams = connect_streams(address, key.text, index, _CONNECT_SECONDS) if is_remote(address) else []
@@ -197,7 +197,7 @@ class Agent:
         return self._control.fileno() not in self._listeners
 
     def run(self) -> None:
-        """Obey poprun's orders until the whole tree of the program has ended, or the program cannot be started."""
+        """Obey poprun's orders until all processes of the program have ended, or the program cannot start."""
         detach_streams()
         began_at_seconds = time.monotonic()
         wakeup = self._catch_signals()
@@ -237,7 +237,7 @@ class Agent:
             self._poll.unregister(descriptor)
 
     def _lose_shim(self, ends: set[int]) -> bool:
-        """Stop the program because the agent's parent (shim) or its parent has ended; the first event counts."""
+        """Stop the program, only once, because the agent's parent (the shim) or grandparent process has ended."""
         if ends:
             self._queue({"event": "shim_lost"})
             self._ending.stop(self._program)
@@ -246,18 +246,18 @@ class Agent:
         return True
 
     def _await_word_of_shim(self, ends: set[int]) -> None:
-        """Wait until the shim has reported to poprun that its parent ended: this report must arrive first."""
+        """Wait until the shim, the agent's parent, has reported to poprun that the shim's parent has ended."""
         if ends and has_ended(self._parentage.runtime):
             select.select(ends, (), (), _WORD_SECONDS)
 
     def _end_runtime(self) -> None:
-        """End the MPI daemon that started the shim, because it would wait forever for the unreachable mpiexec."""
+        """End the MPI daemon that started the shim: the daemon would wait for ever for the lost mpiexec."""
         runtime = key_of(self._parentage.runtime)
         if runtime is not None and any(key.pid == self._parentage.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
 
     def _continue_parents(self) -> None:
-        """Continue the shim and its parent if somebody has stopped them, because both have to end now."""
+        """Send SIGCONT to the shim and the shim's parent: both must end now, and a stopped process cannot."""
         # a living poprun continues its own children; its user may have stopped poprun itself on purpose
         shim, runtime = self._parentage.shim, self._parentage.runtime
         pids = [shim, *([runtime] if self._is_orphan or self._control.is_sealed else [])]
@@ -265,7 +265,7 @@ class Agent:
         send([key for key in map(key_of, pids) if key is not None], signal.SIGCONT)
 
     def _report_program(self) -> None:
-        """Report the program's use of resources from time to time, and the answers to poprun's questions."""
+        """Queue events for poprun: resources that the program uses, leftover processes, requested stacks."""
         if self._program is not None and self._watch.is_due():
             self._queue(self._watch.measure())
         if left := self._ending.news():
@@ -340,7 +340,7 @@ class Agent:
             self._ending.kill()
 
     def _start(self, order: dict[str, Any]) -> None:
-        """Start the program of the ``start`` order, in the shim's environment with the variables of the order."""
+        """Start the program that ``order`` names, with the shim's environment and the variables in ``order``."""
         forget_key(self._key)  # every agent has connected to poprun
         self._ending.grace_seconds = order["grace_seconds"]
         self._lease_address = order["lease_address"]
@@ -364,7 +364,7 @@ class Agent:
             os.close(descriptor)
 
     def _open_descriptors(self, order: dict[str, Any], environment: dict[str, str]) -> list[int]:
-        """Open the program's descriptors, name each in ``environment``, and return those only for the program."""
+        """Open the program's descriptors and set their variables; return descriptors that the agent must close."""
         only_the_programs = []
         if self._ports.store is not None:
             only_the_programs.append(self._ports.store.detach())
@@ -390,7 +390,7 @@ class Agent:
         return clock.for_program.detach()
 
     def _fetch_lease(self) -> list[int]:
-        """Return the descriptors of the job's lease; [] if no process of this host keeps a lease of the job."""
+        """Return the locked files of the job's lease from the process that keeps it; [] if there is no lease."""
         if not self._lease_address:
             return []
         from poprun.launch.fetched_lease import fetch_lease
@@ -398,7 +398,7 @@ class Agent:
         return fetch_lease(self._lease_address)
 
     def _leave_lease(self) -> None:
-        """Tell the lease's keeper to end if poprun is out of reach; otherwise wake the keeper."""
+        """Let the process that keeps the job's lease end if poprun is lost; else continue it if it is stopped."""
         if self._lease_address:
             from poprun.launch.fetched_lease import give_up_lease, wake_holder
 
@@ -432,7 +432,7 @@ class Agent:
             self._queue({"event": "started", "pid": self._program, **to_tell})
 
     def _pass_signal(self, signum: int) -> None:
-        """Send the signal to the processes that handle it; report to poprun if no process handles it."""
+        """Send ``signum`` to the program's processes with a handler for it; report to poprun if there is none."""
         catching = catchers(signum)
         send(catching, signum)
         if not catching:

@@ -24,11 +24,11 @@ class ClockAnswers:
         self._own.settimeout(0.0)
 
     def fileno(self) -> int:
-        """Return the descriptor of the agent's end."""
+        """Return the descriptor of the socket at which the agent answers."""
         return self._own.fileno()
 
     def answer(self) -> bool:
-        """Answer a question of the program with the agent's time; return False if no process can ask any more."""
+        """Answer a program's question with the time of the agent's clock; return False if no process can ask."""
         try:
             question = self._own.recv(_QUESTION_BYTES)
             self._own.send(b"%b %d" % (question, time.time_ns()))

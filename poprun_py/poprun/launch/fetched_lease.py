@@ -22,7 +22,7 @@ _MAX_DESCRIPTORS = 4
 
 
 def fetch_lease(address: str) -> list[int]:
-    """Fetch the job's lease on this host; return its descriptors. Raises OSError if no process keeps it."""
+    """Return the locked files of the job's lease from the process that keeps it. Raises OSError on failure."""
     with _connected(address) as connection:
         connection.sendall(FETCH)
         data, descriptors = receive_descriptors(connection, 1, _MAX_DESCRIPTORS)
@@ -32,19 +32,19 @@ def fetch_lease(address: str) -> list[int]:
 
 
 def give_up_lease(address: str) -> None:
-    """Tell the process that keeps the lease that it may end; nothing happens if there is no such process."""
+    """Let the process that keeps the job's lease on this host end; do nothing if there is no such process."""
     with suppress(OSError), _connected(address) as connection:
         connection.sendall(GIVE_UP)
 
 
 def wake_holder(address: str) -> None:
-    """Continue the process that keeps the lease if somebody has stopped it, because poprun orders its end now."""
+    """Send SIGCONT to the process that keeps the job's lease: it must end now, and may have been stopped."""
     with suppress(OSError), _connected(address):
         return
 
 
 def _connected(address: str) -> socket.socket:
-    """Return a connection to the process that keeps the lease; continue the process if somebody stopped it."""
+    """Return a connection to the process that keeps the job's lease; continue the process if it is stopped."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(TALK_SECONDS)

@@ -30,12 +30,12 @@ _NUM_PROBED = 2  # one rank shim and its agent must have room
 
 
 class HostShim(Shim):
-    """The shim that forks the agents of all rank shims of one machine; see :class:`Shim` for the arguments."""
+    """A process that forks an agent for each instance on one machine; agents start and end the programs."""
 
     _listener: socket.socket
 
     def fork_agents(self, instances: range) -> bool:
-        """Begin to listen for the rank shims of ``instances``; return False if no more processes are possible."""
+        """Prepare to fork an agent for each rank shim (process that MPI starts); False if no fork can succeed."""
         self._awaited = set(instances)
         if not has_room():  # a runtime without room for processes may report nothing
             self._lose_all(thread_shortage())
@@ -56,7 +56,7 @@ class HostShim(Shim):
             self._on_readable(descriptor, lambda: self._receive_handover(connection))
 
     def _receive_handover(self, connection: socket.socket) -> None:
-        """Fork the agent of a rank shim that sent its data; close a connection that sent something else."""
+        """Receive the data of a rank shim, a process that MPI started; fork its agent; close ``connection``."""
         self._ignore(connection.fileno())
         descriptors: list[int] = []
         try:
@@ -69,7 +69,7 @@ class HostShim(Shim):
             os.close(descriptor)
 
     def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
-        """Fork the agent of the rank shim that sent ``words``: its rank, its parent, and descriptors' names."""
+        """Fork the agent for an MPI process, which sent ``words``: its rank, its parent, descriptors' names."""
         rank, parent, *names = words
         index, runtime, shim = int(rank), int(parent), peer_process(connection)
         if index not in self._awaited:

@@ -38,22 +38,17 @@ if TYPE_CHECKING:
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch", "start_shim.py"))
-"""The command line of the shim: a bare interpreter without site packages and sitecustomize, which starts in a few
-ms.
-"""
+"""The command line of the shim: an interpreter without site packages and sitecustomize, to start in a few ms."""
 
 RANK_SHIM_WORDS: Final = (*SHIM_WORDS[:-1], os.path.join(_PACKAGE, "launch", "start_rank_shim.py"))
-"""The command line of the rank shim, which an MPI runtime starts on this machine if a host shim forks the agents.
-"""
+"""The command line of the rank shim, which an MPI runtime starts on this machine if a host shim forks agents."""
 
 _ALL_SHIM_WORDS: Final = (SHIM_WORDS, RANK_SHIM_WORDS)
 
 _SLURM_RANK: Final = "SLURM_PROCID"
 
 SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE)
-"""The variables that shims on other hosts need; a command line has the names, and the runtime passes the values
-on.
-"""
+"""The variables that shims on other hosts need. A command line has the names; the MPI runtime sends the values."""
 
 _LOOK_SECONDS: Final = 0.2
 _READ_BYTES: Final = 64 * 1024
@@ -72,7 +67,7 @@ class LaunchCommand(NamedTuple):
 
 
 def _hydra_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """Return poprun's options for MPICH's Hydra; they tell Hydra's proxies the address of mpiexec."""
+    """Return poprun's options for MPICH's mpiexec (Hydra), among them mpiexec's address for other hosts."""
     fixed = ("-rmk", "user", "-bind-to", "none")
     if network is None:
         return ("-launcher", "fork", *fixed)
@@ -95,7 +90,7 @@ def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """Return poprun's options for Open MPI's PRRTE, whose daemons find mpirun themselves."""
+    """Return poprun's options for Open MPI's mpirun (PRRTE), such as the hosts and how to reach them."""
     fixed = ("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root")
     if network is None:
         return fixed
@@ -117,12 +112,12 @@ def _is_ipv6(address: str) -> bool:
 
 
 def _slots(plan: LaunchPlan) -> Iterator[str]:
-    """Return an iterator over the hosts with the number of their instances, as HOST:COUNT."""
+    """Return an iterator over texts HOST:COUNT, each with a host of the job and its number of instances."""
     return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
 
 
 def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | None") -> LaunchCommand:
-    """Return the MPI command that starts every shim of ``plan``, with its words in PopRun's order."""
+    """Return the mpiexec or mpirun command of ``plan``, which starts a small process (shim) per instance."""
     is_mpich = runtime.kind is MpiKind.MPICH
     forker = runtime.forker if network is None else None
     if forker:
@@ -147,7 +142,7 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """Return the commands that start the shims of ``plan``: poprun's shim, MPI's or Slurm's command, or both."""
+    """Return the commands that start the shims (processes that start instances): poprun's, MPI's or Slurm's."""
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
@@ -173,9 +168,7 @@ def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
 
 
 def srun_command(plan: LaunchPlan) -> LaunchCommand:
-    """Return the srun command that starts the shims of ``plan`` (processes that fork the agents) in an allocation
-    of Slurm.
-    """
+    """Return the srun command that starts the shims of ``plan``, small processes that start the instances."""
     from poprun.launch.routes import srun_words
 
     step = srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host)
@@ -205,7 +198,7 @@ class StartWatch:
         self.idle_seconds = 0.0  # time since when no living shim can still report
 
     def update(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
-        """Look for shims below the launcher's processes from time to time; ``reported`` are known shims."""
+        """Update which shims (processes that start instances) run below ``roots``; ``reported`` have reported."""
         if len(reported) > self._num_reported:  # the runtime is working, even if it was slow with its first shim
             self._num_reported = len(reported)
             self._idle_since_seconds, self.idle_seconds = math.inf, 0.0
@@ -220,7 +213,7 @@ class StartWatch:
             self.note_living({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note_living(self, living: set[int], reported: set[int], now_seconds: float) -> None:
-        """Record which shims, and agents that are still in their shim's session, are alive now."""
+        """Record the living shims, whether a shim ended too early, and since when no shim can still report."""
         self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
         self._seen |= living
         self._idle_since_seconds = math.inf if living - reported else min(self._idle_since_seconds, now_seconds)
@@ -254,7 +247,7 @@ class LauncherProcesses:
         working_directory: str,
         open_files: int = 0,
     ) -> None:
-        """Start all commands in ``working_directory``; ``open_files`` is the soft limit, 0 for poprun's own."""
+        """Start all ``commands``; ``open_files`` is their soft limit of open files, 0 for poprun's own limit."""
         inherited = {name: value for name, value in environ.items() if not _is_of_another_job(name)}
         reader, writer = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY)
@@ -290,22 +283,22 @@ class LauncherProcesses:
 
     @property
     def running(self) -> frozenset[int]:
-        """The process ids of the processes that still run."""
+        """The process ids of the processes that poprun started and that still run."""
         return frozenset(self._running)
 
     @property
     def has_ended(self) -> bool:
-        """Whether all processes have ended."""
+        """Whether all processes that poprun started have ended."""
         return not self._running
 
     @property
     def has_failed(self) -> bool:
-        """Whether one of the processes has failed."""
+        """Whether a process that poprun started has ended with a failure."""
         return bool(self.exit_code)
 
     @property
     def output(self) -> list[str]:
-        """The last lines that the processes printed."""
+        """The last lines that the processes which poprun started have printed."""
         return self._output.decode(errors="replace").splitlines()
 
     def reap(self) -> bool:
@@ -334,7 +327,7 @@ class LauncherProcesses:
 
 
 def _listen_to_rank_shims() -> socket.socket:
-    """Return the socket at which the host shim listens for rank shims; its name is not a control socket's."""
+    """Return the socket at which MPI's processes (rank shims) connect to the host shim, which forks agents."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(abstract_address(f"poprun-shims-{os.getpid()}-{os.urandom(16).hex()}"))
     listener.listen(socket.SOMAXCONN)
@@ -342,5 +335,5 @@ def _listen_to_rank_shims() -> socket.socket:
 
 
 def _is_of_another_job(name: str) -> bool:
-    """Whether ``name`` is a variable of an outer MPI job, which the runtime would join if it saw the variable."""
+    """Whether ``name`` is a variable of an outer MPI job, with which MPI would join that job by mistake."""
     return name.startswith(_JOB_PREFIXES) and _SETTINGS_MARK not in name

@@ -26,7 +26,7 @@ _PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
 
 
 def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
-    """Remove every leftover file in ``folder`` that is at most ``age_seconds`` old; return the removed paths."""
+    """Remove files, at most ``age_seconds`` old, that ended MPI programs left in ``folder``; return the paths."""
     # nothing is removed if invisible processes may use the folder, as in a container that shares it with its host
     files = set(_files(folder, time.time() - age_seconds)) if _sees_everybody() else set()
     if files:
@@ -90,7 +90,7 @@ def _mapped_files(maps: str) -> Iterator[str]:
 
 
 def _sees_everybody() -> bool:
-    """Whether every process that shares this shared memory is visible in this process's /proc (namespaces(7))."""
+    """Whether /proc shows this process every process that can use the same /dev/shm (namespaces(7))."""
     try:
         is_inside = os.readlink("/proc/self/ns/pid") != _FIRST_PROCESS_SPACE
         return not (is_inside and os.readlink("/proc/self/ns/ipc") == _FIRST_MEMORY_SPACE)
@@ -99,12 +99,12 @@ def _sees_everybody() -> bool:
 
 
 def session_parent(environ: Mapping[str, str]) -> str:
-    """Return the folder in which a launcher with the environment ``environ`` makes its session folder."""
+    """Return the folder in which Open MPI's launcher with the environment ``environ`` makes its session folder."""
     return next((environ[name] for name in _PLACES if environ.get(name)), "/tmp")
 
 
 def remove_abandoned_sessions(parent: str) -> list[str]:
-    """Remove this user's session folders in ``parent`` whose launchers have ended; return the removed paths."""
+    """Remove this user's Open MPI session folders in ``parent`` whose launchers have ended; return the paths."""
     # containers may share ``parent`` but not process ids, so a folder without this machine's name stays
     removed = list(_abandoned(parent, os.uname().nodename))
     if removed:

@@ -17,16 +17,14 @@ _MEMORY_FILES: Final = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For both versions of control groups: the files with the limit and the use, and the name of the cache that can be
-freed.
-"""
+"""For both versions of control groups: the files with limit and use, and the name of the cache that is freeable."""
 
 _KILL_FILES: Final = ("memory.events", "memory.oom_control")
 _ROOT: Final = "/sys/fs/cgroup"
 
 
 def measure_pressure(pid: int) -> dict[str, float]:
-    """Return the seconds that a process waited for a core, the seconds of throttling, and the free memory."""
+    """Return how long a process waited for a core, how long a CPU quota stopped it, and the free memory."""
     if not pid:
         return {}
     delay = _read(f"/proc/{pid}/schedstat").split()[1:2]  # of its main thread
@@ -39,7 +37,7 @@ def measure_pressure(pid: int) -> dict[str, float]:
 
 
 def throttled_seconds(membership: str, root: str = _ROOT) -> float:
-    """Return how long a CPU quota, of a process's control group or an outer group, stopped the process."""
+    """Return for how many seconds a CPU quota has stopped a process, given its control groups ``membership``."""
     texts = (_read(f"{folder}/cpu.stat") for folder in _folders("cpu", membership, root))
     return max(
         (
@@ -51,7 +49,7 @@ def throttled_seconds(membership: str, root: str = _ROOT) -> float:
 
 
 def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo") -> int:
-    """Return the free memory for a process, from the machine and its control groups; 0 if it is unknown."""
+    """Return how many bytes a process may still use, of its machine and control groups; 0 if it is unknown."""
     lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
     rooms = [int(fields[1]) * _KIBIBYTE for fields in lines]
     for folder in _folders("memory", membership, root):
@@ -84,7 +82,7 @@ def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
 
 
 def _number(text: str, wanted: str) -> int:
-    """Return the number after the name ``wanted`` in a list of names and numbers; 0 if it is missing."""
+    """Return the number after the name ``wanted`` in the lines ``text`` of names and numbers; 0 if missing."""
     pairs = (line.partition(" ") for line in text.splitlines())
     return next((int(number) for name, _, number in pairs if name == wanted), 0)
 

@@ -88,7 +88,7 @@ _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
 def name_system_call(number: str, machine: str = "") -> str:
-    """Return the name of the system call ``number``; ``machine`` is a type of processor, by default this one's."""
+    """Return the name of the system call ``number``; ``machine`` is its processor's type, by default this one."""
     pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
     return next((name for name, known in pairs if known == number), f"system call {number}")
 
@@ -128,7 +128,7 @@ def _system_call(pid: int) -> str:
 
 
 def _fields(pid: int) -> dict[str, str]:
-    """Return the fields of the file proc_pid_status(5) of the process ``pid``; {} if the process has ended."""
+    """Return the fields of the file /proc/PID/status for the process ``pid``; {} if the process has ended."""
     pairs = (line.partition(":") for line in _read(pid, "status").splitlines())
     return {name: value.strip() for name, _, value in pairs}
 
@@ -171,7 +171,7 @@ def find_locks(pids: Collection[int], locks: str = "") -> Message:
 
 
 def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
-    """Return the total memory and processor time of the processes ``keys``, parents first, that still live."""
+    """Return the memory and processor time of all processes ``keys`` together, without ended processes."""
     # the memory that processes share counts only in the first process
     memory_bytes, cpu_ticks, num_processes, num_faults, num_in_disk = 0, 0, 0, 0, 0
     for key in keys:
@@ -200,7 +200,7 @@ def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
 
 
 class StackQuestion:
-    """A request to a program, and then to its helper processes, to write their stacks behind the progress page."""
+    """A request to a program and its helper processes to write their stacks into memory shared with poprun."""
 
     def __init__(self, page: int, text_at: int, pid: int, signum: int, most_helpers: int = 0) -> None:
         self._page = page
@@ -217,7 +217,7 @@ class StackQuestion:
         self._ask(pid)
 
     def answer(self) -> Message | None:
-        """Return the event with the requested stacks; None while a process may still write its stacks."""
+        """Return the event for poprun with all requested stacks; None while a process may still write some."""
         while not self._is_about_helpers or self._asked is not None or self._unasked:
             if self._asked is not None and not self._is_complete(time.monotonic()):
                 return None
@@ -279,7 +279,7 @@ class ProgramQuestion:
         self._record: Message | None = {} if recorder is None else None
 
     def answer(self) -> Message | None:
-        """Return the event with the stacks and the recorded collectives; None while an answer may still come."""
+        """Return the event for poprun with stacks and recorded collectives; None while the program may answer."""
         if self._recorder is not None and self._record is None:
             self._record = self._recorder.answer()
         if self._stacks is not None and self._stacks_event is None:
@@ -321,7 +321,7 @@ def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
 
 
 class ProgramWatch:
-    """The measurements of one program: an agent reads the progress page and measures the program's processes."""
+    """An agent's measurements of its program: progress, which the program writes, and use of resources."""
 
     _page: int  # the descriptor of the progress page, from `open_page` on
 
@@ -345,7 +345,7 @@ class ProgramWatch:
         return self._page
 
     def open_numbers(self) -> int:
-        """Create the pipe for the numbers that the program reports; return the descriptor for the program."""
+        """Create the pipe for numbers that the program reports, such as the loss; return the program's end."""
         self._numbers, writer = os.pipe()
         os.set_blocking(self._numbers, False)
         os.set_blocking(writer, False)
@@ -358,7 +358,7 @@ class ProgramWatch:
         self._kills = count_kills(_read(os.getpid(), "cgroup"))
 
     def machine_event(self) -> Message:
-        """Return the event that says how many processes the kernel has killed on this host, and the limits."""
+        """Return the event for poprun with this host's number of killed processes and its memory limits."""
         from poprun.launch.process.limits import KillCounts
         from poprun.launch.process.machine_evidence import evidence_since
 
@@ -367,7 +367,7 @@ class ProgramWatch:
         return {"event": "machine", "killed": list(evidence.killed), "limits": limits}
 
     def pause_or_resume(self, signum: int) -> None:
-        """Pause measuring at SIGSTOP and resume at SIGCONT, because poprun is stopped and reads no events."""
+        """Pause the measurements at SIGSTOP, because poprun is stopped and reads none; resume at SIGCONT."""
         if signum == signal.SIGSTOP:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
         elif signum == signal.SIGCONT:
@@ -386,11 +386,11 @@ class ProgramWatch:
         return max(0.0, self._next_seconds - time.monotonic())
 
     def last_event(self) -> Message:
-        """Return the event with the last content of the progress page, after the program has ended."""
+        """Return the event for poprun with the last progress that the program wrote before its end."""
         return {"event": "stats", "progress": self._read_page(), **self._read_numbers()}
 
     def remains(self) -> Message:
-        """Return the evidence that a failed program has left: its collectives or stacks, and the full disks."""
+        """Return the evidence that a failed program has left: collectives or stacks, and which disks are full."""
         left: Message = {"full_disks": [place for place in self._places if _is_full(place)]}
         text = os.pread(self._page, os.fstat(self._page).st_size, _TEXT_AT)
         if text.startswith(_RECORD):
@@ -454,7 +454,7 @@ class ProgramWatch:
         )
 
     def uses_jax(self) -> bool:
-        """Whether JAX in the program has asked for the address of the job's coordinator, so that it is used."""
+        """Whether the program uses JAX: it has asked for the address of JAX's coordinator in the job."""
         return self._said_by_hook()[1]
 
     def _question_for_stacks(self, most_helpers: int) -> StackQuestion:
@@ -471,7 +471,7 @@ class ProgramWatch:
         return RecorderQuestion(pid, descriptor, is_about_moments=is_about_moments)
 
     def _announced(self) -> tuple[int, int]:
-        """Return the process that the progress page names, and the signal at which it writes its stacks."""
+        """Return the id of the program's Python process, and the signal for its stacks; 0 and 0 if unknown."""
         at, form = self._order["announcement_at"], self._order["announcement_format"]
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
@@ -485,7 +485,7 @@ class ProgramWatch:
         return os.pread(self._page, self._order["progress_bytes"], 0).hex()
 
     def _read_numbers(self) -> Message:
-        """Return the new lines of numbers that the program has reported, and the time; {} if there are none."""
+        """Return the program's new lines of numbers, such as the loss, and the time; {} if there are none."""
         try:
             data = os.read(self._numbers, _MOST_BYTES) if self._numbers is not None else b""
         except BlockingIOError:

@@ -45,7 +45,7 @@ class RecorderQuestion:
         self._links = [_Link(f"/proc/{pid}/fd/{descriptor}", handler) for handler in _HANDLERS]
 
     def answer(self) -> Message | None:
-        """Return the needed part of the recorders' answers; {} if none answers; None while one may answer."""
+        """Return the needed part of the recorders' answers; {} without answer; None while one may still come."""
         is_late = time.monotonic() >= self._deadline_seconds
         if not all(link.receive(is_late=is_late) for link in self._links):
             return None
@@ -93,7 +93,7 @@ class _Link:
 
 
 def cut_record(text: bytes) -> Message:
-    """Return each group's progress and last calls from the recorders' JSON lines ``text``; {} if malformed."""
+    """Return progress and last collectives of each process group in the recorders' JSON; {} if it is malformed."""
     try:
         groups = [_cut_group(*group) for group in groups_in(text)]
     except MALFORMED:
@@ -102,7 +102,7 @@ def cut_record(text: bytes) -> Message:
 
 
 def list_calls(text: bytes) -> Message:
-    """Return the times of each group's collectives from the recorders' JSON lines ``text``; {} if malformed."""
+    """Return the times of each process group's collectives in the recorders' JSON ``text``; {} if malformed."""
     found: dict[str, dict[str, Any]] = {}
     try:
         for name, calls, record in groups_in(text):

@@ -34,7 +34,7 @@ class HostRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKey:
-    """The secret with which agents of other hosts prove that they belong to a job; each attempt has a new key."""
+    """The secret with which agents of other hosts prove that they belong to a job; each start has a new key."""
 
     text: str = field(repr=False)  # the key, which no other user may read
     file: str  # the file with the key on every host until the agents have connected
@@ -66,7 +66,7 @@ def remote_words(
 
 
 def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
-    """Return the words before a command that Slurm runs ``num_per_host`` times per host, in a step of ``job``."""
+    """Return the srun words before a command that Slurm runs ``num_per_host`` times on each host, in ``job``."""
     # the step shares the job's resources with other steps; Slurm does not bind cores and does not start MPI
     return (
         *("srun", *(() if job is None else (f"--jobid={job}",)), *_SRUN_OPTIONS),

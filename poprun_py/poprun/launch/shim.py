@@ -28,9 +28,7 @@ else:
     import _signal as signal  # the module signal would load enum and more
 
 CONTROL_ADDRESS = "POPRUN_CONTROL"
-"""The variable with the address of the control socket: ``tcp://HOST:PORT``, or a name in the abstract namespace of
-this machine, which needs no file.
-"""
+"""The variable with the control socket's address: ``tcp://HOST:PORT``, or a name in Linux's abstract namespace."""
 
 CONTROL_KEY_FILE = "POPRUN_CONTROL_KEY_FILE"
 """The variable with the path of the file that contains the job's key, if the control socket is on the network. An
@@ -54,7 +52,7 @@ _MOST_BYTES = 1024
 
 
 def main(kind: type[Shim]) -> NoReturn:
-    """Fork the agents, then wait until the agents or the runtime's process end, or the runtime kills the shim."""
+    """Run a shim: fork agents, which start and end programs, and wait until they or the shim's parent end."""
     sys.excepthook = print_in_one_line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
     # close every descriptor that no variable names, such as the socket on which Hydra listens
@@ -71,13 +69,13 @@ def main(kind: type[Shim]) -> NoReturn:
 
 
 def read_instances(text: str) -> range:
-    """Return the instances whose agents a shim forks: one for a rank such as ``2``, several for ``0-3``."""
+    """Parse ``text``, the instances of a shim: one instance for a rank such as ``2``, several for ``0-3``."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 class Shim:
-    """A shim, a small process that forks agents; through a pipe, each agent notices the end of the shim."""
+    """A small process that forks agents, which start and end programs; a pipe shows agents the shim's end."""
 
     def __init__(self, address: str, key: str, key_file: str, runtime: int) -> None:
         self._address = address
@@ -91,7 +89,7 @@ class Shim:
         self._handlers: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
-        """Fork an agent for each of ``instances``; return whether all forks succeeded; report a failure."""
+        """Fork for each of ``instances`` an agent, which runs its program; if a fork fails, return False."""
         life_reader, life_writer = os.pipe()
 
         def make_parentage() -> Parentage:
@@ -111,7 +109,7 @@ class Shim:
     def _fork_agent(
         self, index: int, make_parentage: Callable[[], Parentage], report: int | None = None
     ) -> int | None:
-        """Fork the agent of instance ``index``, which reports a good end to ``report``; return its id or None."""
+        """Fork the agent that runs the program of instance ``index``; return its id, or None if the fork fails."""
         try:
             agent = os.fork()
         except OSError as error:
@@ -123,7 +121,7 @@ class Shim:
         return agent
 
     def _be_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int | None) -> NoReturn:
-        """Run an agent to its end and exit; the exit code is the error number if the agent could not begin."""
+        """Run an agent in this forked process, and exit with 0, or with an error number if it could not begin."""
         exit_code = 1
         try:
             for descriptor in self._handlers:
@@ -142,7 +140,7 @@ class Shim:
             os._exit(exit_code)
 
     def wait(self) -> bool:
-        """Wait until all agents or the runtime's process have ended; return whether each agent ended by itself."""
+        """Wait until all agents, or the shim's parent process, have ended; return whether all agents end well."""
         try:
             self._on_readable(os.pidfd_open(self._runtime), self._lose_runtime)
             for agent in self._agents:
@@ -168,7 +166,7 @@ class Shim:
         del self._handlers[descriptor]
 
     def _await_end(self, agent: int) -> None:
-        """Reap the agent ``agent`` as soon as it has ended."""
+        """Prepare to reap the agent with the process id ``agent`` as soon as it has ended."""
         end = os.pidfd_open(agent)
 
         def note_end() -> None:
@@ -179,7 +177,7 @@ class Shim:
         self._on_readable(end, note_end)
 
     def _note_end(self, agent: int) -> None:
-        """Reap an ended agent; report the agent to poprun as lost if it did not end by itself."""
+        """Reap an ended agent; report the agent to poprun as lost if it was killed or has failed."""
         index = self._agents.pop(agent)
         _, status = os.waitpid(agent, 0)
         if status:

@@ -26,7 +26,7 @@ _MOST_LETTERS = 100
 
 
 class TreeEnding:
-    """The end of an agent's process tree: whether the end has begun, and the deadline for the processes."""
+    """The end of a program's processes: whether they were asked to end, and the deadline to kill them."""
 
     def __init__(self) -> None:
         self.grace_seconds = _GRACE_SECONDS  # time that the program has to end after the request
@@ -53,7 +53,7 @@ class TreeEnding:
             self.stop(program)
 
     def give_up(self) -> None:
-        """Make the end complete at once, because the program cannot be started."""
+        """Record that no process is left to end, because the program cannot be started."""
         self._is_given_up = True
 
     def stop(self, program: int | None) -> None:
@@ -68,7 +68,7 @@ class TreeEnding:
             os.killpg(program, signal.SIGCONT)
 
     def end_leftovers(self, *, after_good_end: bool) -> None:
-        """Ask the processes that an ended program left to end: now, or after a good end at the deadline."""
+        """End the processes that an ended program has left: now, or at a deadline if the program ended well."""
         self.is_patient = after_good_end and not self.was_stopped
         if self.is_patient:
             self._begin(self.grace_seconds)
@@ -83,7 +83,7 @@ class TreeEnding:
         self._deadline_seconds = 0.0
 
     def is_over(self, program: int | None) -> bool:
-        """Whether a tree that must end has no process left; kill the remaining processes after the deadline."""
+        """Whether all processes that must end have ended; kill the remaining processes after the deadline."""
         if self._deadline_seconds is None or self._is_given_up:
             return self._is_given_up
         tree = own_tree()
@@ -101,7 +101,7 @@ class TreeEnding:
         return False
 
     def news(self) -> Message | None:
-        """Return the next event about processes that a program left after its good end; None if there is none."""
+        """Return the next event for poprun about processes that an ended program has left; None if none."""
         return self._news.pop(0) if self._news else None
 
     def _name_left(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:

@@ -21,7 +21,7 @@ _NANOSECONDS: Final = 1e9
 
 
 class Exchange(NamedTuple):
-    """A question and its answer: two times of our clock, and the time of the other clock in the answer."""
+    """A question and its answer: two times of this host's clock, and another host's time in the answer."""
 
     sent_ns: int
     answered_ns: int
@@ -29,23 +29,23 @@ class Exchange(NamedTuple):
 
     @property
     def middle_ns(self) -> int:
-        """The middle between the question and the arrival of the answer, by our clock."""
+        """The middle between the question and the arrival of the answer, by this host's clock, in ns."""
         return (self.sent_ns + self.heard_ns) // 2
 
     @property
     def offset_seconds(self) -> float:
-        """The seconds by which the other clock is ahead, if the answer was given in the middle."""
+        """The seconds by which the other host's clock is ahead, if it answered in the middle of the exchange."""
         return (self.answered_ns - self.middle_ns) / _NANOSECONDS
 
     @property
     def uncertainty_seconds(self) -> float:
-        """The largest possible error of ``offset_seconds``."""
+        """The largest possible error of ``offset_seconds``: half the time between question and answer."""
         return (self.heard_ns - self.sent_ns) / 2 / _NANOSECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFit:
-    """A straight line through the offsets of another clock."""
+    """The offset of another host's clock as a linear function of this host's time."""
 
     at_ns: int  # a time of our clock
     offset_seconds: float  # seconds by which the other clock was ahead at ``at_ns``
@@ -54,7 +54,7 @@ class ClockFit:
     uncertainty_seconds: float  # the largest error of an offset from the first to the last exchange
 
     def offset_at(self, our_ns: int) -> float:
-        """Return how many seconds the other clock is ahead when our clock shows ``our_ns``."""
+        """Return how many seconds the other host's clock is ahead when this host's clock shows ``our_ns``."""
         return self.offset_seconds + self.drift * (our_ns - self.at_ns) / _NANOSECONDS
 
     def to_theirs(self, our_ns: int) -> int:
@@ -92,7 +92,7 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
 
 
 class HostClocks:
-    """The clocks of the other hosts: rounds of questions to one agent per host, and the answers."""
+    """The clocks of a job's other hosts: poprun asks a process on each host for the time, again and again."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class HostClocks:
         self._due_seconds: dict[str, float] = {}
 
     def ask(self, reachable: Collection[int], now_seconds: float) -> None:
-        """Begin a round of questions to each host whose round is due and that has an instance in ``reachable``."""
+        """Ask the hosts for their time again if it is due, each by the agent of an instance in ``reachable``."""
         for index, host in self._host_of.items():
             if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
                 self._due_seconds[host] = now_seconds + self._round_seconds
@@ -117,7 +117,7 @@ class HostClocks:
                 self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
 
     def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
-        """Record the time in an agent's answer, and ask the agent again until the round has enough answers."""
+        """Record the time in an agent's answer, and ask the agent again until six answers have arrived."""
         exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
         host = self._host_of.get(instance, "")
         num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)
@@ -139,10 +139,10 @@ class HostClocks:
         return {host: min(2 * it.uncertainty_seconds for it in recent) for host, recent in pairs.items()}
 
     def fits(self) -> dict[str, ClockFit]:
-        """Return the line through the recent offsets of each host's clock, for hosts that have answered."""
+        """Return for each host that has answered the recent offset of its clock, as a linear function of time."""
         return recent_fits(self.rounds)
 
 
 def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
-    """Return a line through the offsets of each host's clock in the last minute, for hosts that have answered."""
+    """Return for each host that has answered its clock's offset in the last minute, as a linear function."""
     return {host: fit_clock(made[-_RECENT_ROUNDS:]) for host, made in rounds.items() if made}

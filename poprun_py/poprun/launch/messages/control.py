@@ -83,7 +83,7 @@ _encode = make_encoder(None, _refuse, encode_basestring_ascii, None, ":", ",", F
 
 
 def encode(message: Message) -> bytes:
-    """Return ``message`` as a line of bytes."""
+    """Return ``message`` as a JSON object in one line of bytes, with the line's end."""
     return "".join(_encode(message, 0)).encode() + b"\n"
 
 
@@ -139,12 +139,12 @@ def abstract_address(name: str) -> str:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end, which the kernel reports (unix(7), SO_PEERCRED)."""
+    """Return the user id of the process at the other end of ``connection``, as the kernel says (SO_PEERCRED)."""
     return _peer(connection)[1]
 
 
 def peer_process(connection: socket.socket) -> int:
-    """Return the process id of the process at the other end, which the kernel reports."""
+    """Return the id of the process at the other end of ``connection``, as the kernel says (SO_PEERCRED)."""
     return _peer(connection)[0]
 
 
@@ -166,7 +166,7 @@ class Received:
 def receive_descriptors(
     connection: socket.socket, num_bytes: int, max_descriptors: int
 ) -> tuple[bytes, list[int]]:
-    """Receive at most ``num_bytes``; return the data, and a unix socket's descriptors (unix(7), SCM_RIGHTS)."""
+    """Receive at most ``num_bytes``; return the data, and file descriptors sent with the data (SCM_RIGHTS)."""
     data, ancillary, _, _ = connection.recvmsg(num_bytes, socket.CMSG_LEN(max_descriptors * _DESCRIPTOR.size))
     descriptors = [
         descriptor
@@ -193,7 +193,7 @@ class Link:
         return self.connection.fileno()
 
     def own_address(self) -> str:
-        """Return this end's address, at which other hosts reach this host; a loopback address on a unix socket."""
+        """Return the IP address of this end of the connection; the loopback address if it is a unix socket."""
         return _LOOPBACK if self._seal is None else str(self.connection.getsockname()[0])
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class Link:
         self.connection.close()
 
     def send(self, *messages: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send messages, and descriptors if the other end is on this machine. Raises OSError if it is gone."""
+        """Send messages, and file descriptors over a unix socket. Raises OSError if the other end is gone."""
         lines = [encode(message) for message in messages]
         if self._seal is not None:
             lines = [self._seal.seal(line) for line in lines]
@@ -236,7 +236,7 @@ class Link:
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
-    """Connect an agent with poprun. Raises OSError if nobody listens, ProtocolError if the key is wrong."""
+    """Connect this process with poprun. Raises OSError if nobody listens, ProtocolError if ``key`` is wrong."""
     if not address.startswith(_TCP):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_seconds)
@@ -259,7 +259,7 @@ def _connect_over_network(address: str, key: str, timeout_seconds: float) -> Lin
 
 
 def tcp_address(host: str, port: int) -> str:
-    """Return the value of ``CONTROL_ADDRESS`` for a TCP socket."""
+    """Return the address of poprun's TCP socket as a text: ``tcp://HOST:PORT``."""
     return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
 
 
@@ -269,7 +269,7 @@ def is_remote(address: str) -> bool:
 
 
 def notice_death(connection: socket.socket) -> None:
-    """Make the kernel report the loss of the other host, even if there is nothing to send (tcp(7))."""
+    """Make the kernel notice if the other host of ``connection`` is lost, also without traffic (tcp(7))."""
     # Not used for a program's output, because a reader that only pauses would count as dead.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -30,7 +30,7 @@ def new_key() -> str:
 
 
 class Handshake:
-    """One side of the proof that both sides know the key."""
+    """One side of a connection, poprun or an agent, which proves that it knows the job's secret key."""
 
     def __init__(self, key: str, *, is_agent: bool) -> None:
         self._key = bytes.fromhex(key)
@@ -42,7 +42,7 @@ class Handshake:
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> Seal:
-        """Check the other side's proof of the key; return the seal of later lines. Raises ProtocolError."""
+        """Check the other side's proof; return the seal (HMACs) of later lines. ProtocolError if it is wrong."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not hmac.compare_digest(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")
@@ -83,7 +83,9 @@ class Seal:
 
 
 def prove(connection: socket.socket, key: str) -> Seal:
-    """Run an agent's proof of the key and return the seal. Raises ProtocolError if poprun lacks the key."""
+    """Send the proof that this agent knows the job's key, and return the seal, which adds HMACs to later lines.
+    Raises ProtocolError if poprun does not know the key.
+    """
     handshake = Handshake(key, is_agent=True)
     nonce = _read_exactly(connection, NONCE_BYTES)
     connection.sendall(handshake.nonce + handshake.proof(nonce))

@@ -22,7 +22,7 @@ _VMSTAT: Final = "/proc/vmstat"
 
 
 class ControlGroup(NamedTuple):
-    """A control group: its folder, which a container may lack, and whether its version is 2."""
+    """A control group of Linux (cgroup): its folder, which a container may lack, and whether its version is 2."""
 
     folder: str
     is_unified: bool
@@ -76,7 +76,7 @@ class KillCounts(NamedTuple):
 
 
 def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
-    """Return how many processes the kernel has killed until now. The arguments are for tests."""
+    """Return how many processes the kernel has killed for lack of memory until now. Arguments are for tests."""
     files = (
         group.file("memory.events", "memory.oom_control")
         for group in control_groups("memory", membership, cgroups)
@@ -87,7 +87,7 @@ def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: st
 
 
 def named_count(path: str, name: str) -> int | None:
-    """Return the number after ``name`` in a file of names and numbers; None if it is missing."""
+    """Return the number after ``name`` in the file ``path`` with lines of a name and a number; None if missing."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in read_text(path).splitlines()]
         return next((int(row[1]) for row in rows if row[:1] == [name]), None)

@@ -45,18 +45,18 @@ class Evidence:
 
 
 def read_evidence_of_machine(event: Mapping[str, Any]) -> Evidence:
-    """Return the evidence in an event of an agent on another host."""
+    """Return the facts about another host, from its agent's ``event``, that may explain a program's failure."""
     limits = {it.name: event["limits"].get(it.name) for it in fields(MemoryLimits)}
     return Evidence(killed=KillCounts(*event["killed"]), limits=MemoryLimits(**limits))
 
 
 def evidence_since(before: KillCounts) -> Evidence:
-    """Return the evidence after a failure of a job; ``before`` are the counts from the job's beginning."""
+    """Return facts that may explain a failure: killed processes since the counts ``before``, and limits."""
     return Evidence(killed=kill_counts().since(before), limits=memory_limits())
 
 
 def memory_limits(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> MemoryLimits:
-    """Return the limits of a program that is started on this machine. The arguments are for tests."""
+    """Return how much memory and processor time a program may use on this machine. Arguments are for tests."""
     groups = (_group_limit(group) for group in control_groups("memory", membership, cgroups))
     kibibytes = named_count(_MEMINFO, "MemTotal:")
     shared = None

@@ -71,7 +71,7 @@ def _all_stats() -> Iterator[_Stat]:
 
 
 def key_of(pid: int) -> ProcessKey | None:
-    """Return the key of the process that has the id ``pid`` now; None if there is no such process."""
+    """Return the key (id and start time) of the process ``pid``, which is unique; None if there is no process."""
     stat = _read_stat(pid)
     return None if stat is None else stat.key
 
@@ -117,7 +117,7 @@ def unreaped_children(parents: Collection[int]) -> list[int]:
 
 
 def _known_children(pid: int) -> Iterator[_Stat]:
-    """Yield the children of a process from its threads' lists; a child that ends now may hide another child."""
+    """Yield the children of the process ``pid`` that /proc lists; one may be missing while another child ends."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:  # the process has ended
@@ -159,7 +159,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def catchers(signum: int) -> list[ProcessKey]:
-    """Return descendants of this process that handle ``signum``; a process below such a process is left out."""
+    """Return this process's descendants with a handler for ``signum``, without descendants of such a process."""
     # a helper that a program forked inherits the program's handlers, and the program passes signals on to it
     found: list[ProcessKey] = []
     covered: set[int] = set()
@@ -231,14 +231,14 @@ def terminate(keys: Iterable[ProcessKey]) -> None:
 
 
 class StoppedChildren:
-    """The children of this process that somebody has stopped; they are continued because they must act."""
+    """The children of this process that somebody has stopped (SIGSTOP); this process continues them."""
 
     def __init__(self) -> None:
         self._seen: list[ProcessKey] = []
         self._next_seconds = 0.0
 
     def continue_them(self) -> None:
-        """Continue the children found stopped by the last search, and search again, at most once a second."""
+        """Continue the children that the last search found stopped, and search again; at most once a second."""
         if time.monotonic() >= self._next_seconds:  # a pause of the whole job also stops this process
             self._next_seconds = time.monotonic() + STOPPED_SECONDS
             send(self._seen, signal.SIGCONT)

@@ -27,9 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call set_mempolicy, for which the C library has no function, by processor
-(asm/unistd_64.h, asm-generic/unistd.h).
-"""
+"""The system call set_mempolicy, which the C library lacks, by processor (unistd_64.h, asm-generic/unistd.h)."""
 
 # Every Python ignores the first two signals, agents ignore the others; exec keeps a signal ignored.
 _TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
@@ -83,7 +81,7 @@ class ProcessStart(NamedTuple):
 
 
 def start_process(start: ProcessStart) -> int:
-    """Start a process from the main thread and return its id. Raises OSError, whose filename is the path."""
+    """Start a process and return its id. Raises OSError, whose filename is the program or folder that failed."""
     # only from the main thread, because the death signal comes when the *thread* that forked ends
     parent = os.getpid()
     pipe: tuple[int, ...] = ()
@@ -162,7 +160,7 @@ def start_thread(thread: Thread) -> None:
 
 
 def thread_shortage() -> int:
-    """Return the error number for a thread that could not start: ENOMEM for no address space, else EAGAIN."""
+    """Return why no thread could start, as an error number: ENOMEM if address space is short, else EAGAIN."""
     limit, stack = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -178,7 +176,7 @@ class Answer(NamedTuple):
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
-    """Return a program's output on both streams; None if it cannot run, fails, or takes too long."""
+    """Run the program ``words`` and return its output and error text; None if it fails or takes too long."""
     (answer,) = answers_of((words,), timeout_seconds, os.environ)
     return answer.text if answer.code == 0 else None
 
@@ -186,7 +184,7 @@ def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
 def answers_of(
     commands: Sequence[Sequence[str]], timeout_seconds: float, environment: Mapping[str, str]
 ) -> list[Answer]:
-    """Run several programs at once; return the answer of each within ``timeout_seconds``, one limit for all."""
+    """Run all ``commands`` at once, at most ``timeout_seconds``; return the output and exit code of each."""
     deadline_seconds = time.monotonic() + timeout_seconds
     asked = [_ask(words, environment) for words in commands]
     return [
