@@ -17,7 +17,7 @@ _QUESTION_BYTES = 64
 
 
 class ClockAnswers:
-    """A pair of sockets: the program inherits one end, and the agent answers at the other end with its time."""
+    """A pair of sockets: the program inherits one, and its parent, the agent, sends the time at the other."""
 
     def __init__(self) -> None:
         self._own, self.for_program = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

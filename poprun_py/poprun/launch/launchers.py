@@ -221,7 +221,7 @@ class StartWatch:
 
 
 def _is_mpich(pid: int, runtime: MpiRuntime) -> bool:
-    """Whether process ``pid`` is MPICH's launcher itself and not a script; its children are shims or a proxy."""
+    """Whether the process ``pid`` is MPICH's launcher itself, and not a script that starts the launcher."""
     try:
         return runtime.kind is MpiKind.MPICH and os.path.samefile(f"/proc/{pid}/exe", runtime.launcher)
     except OSError:  # the process has ended

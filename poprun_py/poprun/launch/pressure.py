@@ -17,7 +17,7 @@ _MEMORY_FILES: Final = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For both versions of control groups: the files with limit and use, and the name of the cache that is freeable."""
+"""For both versions of control groups: the files with limit and use, and the name of the cache to subtract."""
 
 _KILL_FILES: Final = ("memory.events", "memory.oom_control")
 _ROOT: Final = "/sys/fs/cgroup"

@@ -88,7 +88,7 @@ _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
 def name_system_call(number: str, machine: str = "") -> str:
-    """Return the name of the system call ``number``; ``machine`` is its processor's type, by default this one."""
+    """Return the name of the system call ``number`` on processors of the type ``machine``; "": this machine's."""
     pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
     return next((name for name, known in pairs if known == number), f"system call {number}")
 
@@ -418,11 +418,11 @@ class ProgramWatch:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the program has not yet answered a request for stacks or calls."""
+        """Whether the program has not yet answered a request for its stacks or its collectives."""
         return self._question is not None
 
     def answer(self) -> Message | None:
-        """Return the event with the program's answer to the request; None while there is no answer."""
+        """Return the event for poprun with the program's stacks or collectives; None while there is no answer."""
         event = None if self._question is None else self._question.answer()
         if event:
             self._question = None

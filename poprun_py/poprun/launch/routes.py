@@ -34,7 +34,7 @@ class HostRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKey:
-    """The secret with which agents of other hosts prove that they belong to a job; each start has a new key."""
+    """The secret with which processes on other hosts prove that they belong to a job; new for each start."""
 
     text: str = field(repr=False)  # the key, which no other user may read
     file: str  # the file with the key on every host until the agents have connected

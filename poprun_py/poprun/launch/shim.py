@@ -214,7 +214,7 @@ class Shim:
 
 
 def load_agent() -> None:
-    """Load all modules that an agent needs, and freeze the garbage collector, so that forks share the memory."""
+    """Load the modules of an agent, and freeze the garbage collector, so that forked agents share the memory."""
     import _ctypes  # noqa: F401 - loaded before the fork, so that agents share it
 
     import poprun.launch.agent  # noqa: F401 - loaded before the fork, so that agents share it

@@ -83,7 +83,7 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def _is_one_allocation(pod: str | None) -> bool:
-    """Whether the pod ``pod`` has no named parts (allocations), as a YAML file would name them; True for None."""
+    """Whether the pod ``pod``, or this machine if it is None, is not divided into named parts (allocations)."""
     if pod is None:
         return True
     from poprun.plan.pods import named_pod

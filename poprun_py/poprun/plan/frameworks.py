@@ -60,7 +60,7 @@ def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def example_start(plan: LaunchPlan) -> StartFacts:
-    """Return addresses as a start of ``plan`` would choose them, for a dry run: each port is 0."""
+    """Return example addresses for a dry run; port 0 stands for each port that a real start would choose."""
     hosts = ("127.0.0.1",) if len(plan.hosts) == 1 else plan.hosts
     count = plan.num_instances_per_host
     workers = [Endpoint(host=hosts[index // count], port=0) for index in workers_of(plan)]
@@ -69,12 +69,12 @@ def example_start(plan: LaunchPlan) -> StartFacts:
 
 
 def workers_of(plan: LaunchPlan) -> range:
-    """Return the instances that the variable TF_CONFIG lists: all; none if the job has one or more than 512."""
+    """Return the instances that the variable TF_CONFIG lists: all if the job has 2 to 512, otherwise none."""
     return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 
 def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each variable of JAX or TensorFlow that the user set to another value than poprun."""
+    """Yield a warning for each variable of JAX or TensorFlow that the user set, if poprun's value would differ."""
     set_already = _of_user({**user, **plan.variables_of(0)})
     local = plan.layout.num_local_replicas
     devices = set_already.get(JAX_CPU_DEVICES, str(local))

@@ -94,7 +94,7 @@ def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def cpu_slots() -> Iterator[VirtualIpu]:
-    """Return an endless iterator over virtual IPUs that are shares of a machine's cores."""
+    """Return an endless iterator over virtual IPUs that stand for parts of a machine's CPU."""
     return (VirtualIpu(index=index, name=f"{CPU}/{index}") for index in count())
 
 

@@ -38,24 +38,24 @@ class LeasedPlan:
 
     @property
     def shown_plan(self) -> LaunchPlan:
-        """The plan to print, with the leased devices and cores instead of the planned ones."""
+        """The plan to print, with the leased devices and cores instead of the planned devices and cores."""
         given = self.given
         return replace(self.plan, devices=given.devices, cores=given.cores, bindings=given.bindings)
 
     def with_leases(self, given: LeasedDevices, *leases: HeldLease) -> "LeasedPlan":
-        """Return the plan with further ``leases``; ``given`` has the devices and cores of all leases."""
+        """Return this plan with more ``leases``; ``given`` are the devices and cores of all its leases."""
         return replace(self, given=given, leases=(*self.leases, *leases))
 
 
 class Claim(ABC):
-    """A job's claim on devices of a pool, or of ``partition``: a place in the queue, and later a lease."""
+    """A job's request for devices, which waits in a queue and becomes a lease (the job's right to use them)."""
 
     def __init__(self, partition: str | None) -> None:
         self.partition = partition
 
     @abstractmethod
     def _ask_pool(self) -> tuple[str, ...]:
-        """Enter the queue, or send the request again; return the granted devices, () while the job must wait."""
+        """Send the job's request for devices; return the names of the granted devices, () if the job must wait."""
 
     @abstractmethod
     def _wait(self, timeout_seconds: float | None) -> None:
@@ -66,7 +66,7 @@ class Claim(ABC):
         """Return the text that lists who uses the requested devices, with advice if ``advises`` is true."""
 
     def wait_until_granted(self, vipu: VipuSettings, log: Log) -> tuple[str, ...]:
-        """Request devices as often as ``vipu`` allows; return their names. IpusTakenError if refused."""
+        """Request devices until they are granted; return their names. IpusTakenError after the last attempt."""
         attempts_left = vipu.partition_attempts - 1 if self.partition else 0
         is_logged = False
         while not (names := self._ask_pool()):
@@ -114,7 +114,7 @@ def request_ipus(
 def choose_partition(
     plan: LaunchPlan, state: PoolState, num_ipus: int, is_own: Callable[[str], bool], log: Log
 ) -> str | None:
-    """Return the partition (set of IPUs) that the plan names, else the pool's only one if usable, else None."""
+    """Return the partition (set of IPUs) that the plan names, or the only one there is if it fits, or None."""
     if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
         return plan.vipu.partition
     (only,) = state.partitions
@@ -147,7 +147,7 @@ class Granted:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """The numbers of the cores that the granted virtual IPUs stand for: equal shares of the plan's cores."""
+        """The cores that the granted virtual IPUs stand for; each is an equal part of the plan's cores."""
         number = {ipu.name: ipu.index for ipu in self.cluster.ipus}
         num_ipus, num_cores = len(self.cluster.ipus), len(self.plan.cores)
         cores: set[int] = set()
@@ -158,7 +158,7 @@ class Granted:
         return tuple(sorted(cores))
 
     def check_domains(self, num_hosts: int) -> None:
-        """Raise PartitionError if the IPUs are in more IPU-Link domains than the job has instances."""
+        """Raise PartitionError if the granted IPUs are in more groups of linked IPUs than there are instances."""
         num_domains = len({ipu.domain for ipu in self.cluster.ipus if ipu.name in self.names})
         if num_domains > self.plan.num_instances_per_host * num_hosts:
             least = num_domains * len(self.plan.hosts) // num_hosts

@@ -48,7 +48,7 @@ _Message = dict[str, Any]
 
 @contextmanager
 def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> Iterator[LeasedPlan]:
-    """A context with ``job`` and a lease on each of its hosts, released at the end of the context."""
+    """A context in which ``job`` has a lease on devices of each of its hosts; its end releases the leases."""
     if not (job.plan.takes_lease or job.plan.owns_cores):
         yield job
         return
@@ -62,7 +62,7 @@ def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> 
 
 
 class _HostLeases:
-    """The leases of a job on its hosts, and the process on each host that holds the lease."""
+    """The leases of a job on devices of its hosts; on each host, a process holds the lease for the job."""
 
     def __init__(self, plan: LaunchPlan, *, is_fixed: bool) -> None:
         self._plan = plan
@@ -72,7 +72,7 @@ class _HostLeases:
         self._granted: dict[str, _Message] = {}
 
     def acquire(self) -> None:
-        """Start a holder process on each host, and acquire a lease on one host after the other."""
+        """Start a process on each host that will hold a lease there, and acquire one lease after the other."""
         for host in self._plan.hosts:
             self._start_holder(host, self._plan)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -84,7 +84,7 @@ class _HostLeases:
             self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
     def reacquire(self, network: JobNetwork) -> JobNetwork:
-        """Acquire new leases, before a restart, on hosts that lost theirs; return ``network`` with them."""
+        """Acquire a new lease on each host that lost its lease; return ``network`` with the leased devices."""
         # A restart never waits: a job that holds some hosts and waits for an earlier host might wait for ever.
         plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
         for host in [host for host, holder in self._holders.items() if not holder.is_there()]:
@@ -99,8 +99,8 @@ class _HostLeases:
         return self.within(network)
 
     def within(self, network: JobNetwork) -> JobNetwork:
-        """Return ``network``, the job's hosts, with each host's leased devices, and with the address at which the
-        agents on a host fetch the lease of this host.
+        """Return ``network``, the job's hosts, with each host's leased devices, and with the address at which
+        poprun's processes on a host fetch the lease of this host.
         """
         hosts = tuple(
             replace(
@@ -134,7 +134,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """Raise HostsError if two hosts have the same pool of devices: the job would wait for its own lease."""
+    """Raise HostsError if two host names mean one machine, where the job would wait for its own lease."""
     first: dict[str, str] = {}
     for host, machine in machines.items():
         if (twin := first.setdefault(machine, host)) != host:
@@ -153,7 +153,7 @@ def _until(plan: LaunchPlan) -> float | None:
 
 
 class LeaseHolder:
-    """The process that holds a job's lease on one host, started through ``remote``, or locally if None."""
+    """A process that holds a job's lease on one host, started by ssh or srun (``remote``), or here if None."""
 
     def __init__(self, host: str, remote: RemoteSettings | None) -> None:
         self.host = host
@@ -179,23 +179,23 @@ class LeaseHolder:
 
     @property
     def pid(self) -> int:
-        """Id of the local process: the lease holder itself, or the ssh or srun that started it."""
+        """The id of the local process: the process that holds the lease, or the ssh or srun that started it."""
         return self._process.pid
 
     def send(self, message: _Message) -> Self:
-        """Send ``message`` to the lease holder. A failed write raises no error: no answer will come."""
+        """Send ``message`` to the process with the lease; if this fails, :meth:`answer` raises the error."""
         with suppress(OSError):
             self._orders.write(json.dumps(message).encode() + b"\n")
         return self
 
     def acquire(self, until: float | None) -> _Message:
-        """Order the lease holder to acquire the lease; return its message, with the leased devices."""
+        """Order the process on the host to acquire the lease; return its message, with the leased devices."""
         granted = self.send({"order": "acquire"}).answer("held", until)
         self._holds = True
         return granted
 
     def answer(self, wanted: str, until: float | None) -> _Message:
-        """Wait for the lease holder's next message with the key ``wanted``, and return the message.
+        """Wait for the next message with the key ``wanted`` from the process with the lease, and return it.
 
         Raises PoprunError if the holder sends an error, ends, or does not answer before the time ``until``.
         """
@@ -210,7 +210,7 @@ class LeaseHolder:
                 raise kind(f"host {self.host}: {message['error']}")
 
     def is_there(self) -> bool:
-        """Return whether the lease holder answers a ping, and therefore still holds the lease."""
+        """Return whether the process that holds the lease answers a ping, so that the lease still exists."""
         try:
             self.send({"order": "ping"}).answer("here", time.monotonic() + _PING_SECONDS)
         except PoprunError:
@@ -218,7 +218,7 @@ class LeaseHolder:
         return True
 
     def release(self) -> None:
-        """Order the lease holder to release the lease, and close the pipe to the lease holder."""
+        """Order the process that holds the lease to release the lease, and close the pipe to this process."""
         if self._holds:
             self.send({"order": "release"})
             self._holds = False
@@ -226,7 +226,7 @@ class LeaseHolder:
             self._orders.close()
 
     def end(self, until: float) -> None:
-        """Wait until the lease holder has ended; at the monotonic time ``until``, kill it."""
+        """Wait until the process that holds the lease has ended; kill it at the monotonic time ``until``."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def machine_of(pool: str) -> str:
-    """Return a text that is equal for two hosts if and only if the folder ``pool`` is the same on both."""
+    """Return a text that two host names have in common if and only if ``pool`` is one folder of one machine."""
     with opened_place(pool, makes=True) as descriptor:
         folder = os.fstat(descriptor)
     return f"{boot_id()} {folder.st_dev} {folder.st_ino}"
@@ -77,7 +77,7 @@ class _Orders:
 
 
 def _hand_out(descriptors: list[int]) -> str:
-    """Start a thread that sends the lease's locked files to this user's agents; return its socket address."""
+    """Start a thread that sends the lease's locked files to this user's processes; return its socket address."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"poprun-lease-{os.getpid()}-{os.urandom(16).hex()}"
     listener.bind(abstract_address(address))

@@ -42,7 +42,7 @@ _CORE_QUEUE: Final = "core/"
 def leased_here(
     job: LeasedPlan, facts: MachineFacts | None, *, is_fixed: bool, log: Log = screen.log
 ) -> Iterator[LeasedPlan]:
-    """A context with ``job`` and its leases on this machine, released at the end of the context.
+    """A context in which ``job`` has its leases on devices of this machine; its end releases the leases.
 
     If ``is_fixed``, lease exactly the GPUs that the plan names.
     """
@@ -64,7 +64,7 @@ def leased_here(
 
 
 def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
-    """Return the name of the partition that the job uses (None for no partition), and the pool's contents."""
+    """Return the partition (set of IPUs) that the job uses, or None, and this machine's leases and partitions."""
     state, user = _pool_of(plan).state(), user_name(os.getuid())
     if plan.asks_server:
         return plan.vipu.partition, state
@@ -75,7 +75,7 @@ def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
 def ipu_claims(
     plan: LaunchPlan, partition: str | None, facts: MachineFacts | None, *, is_fixed: bool
 ) -> "Sequence[IpuClaim | GpuClaim]":
-    """Return the job's claims on this machine's virtual IPUs and GPUs, of ``partition`` if it is not None."""
+    """Return the job's requests for this machine's virtual IPUs and GPUs, from ``partition`` unless it is None."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
         listed = find_devices(os.environ) if facts is None else None
@@ -92,7 +92,7 @@ def ipu_claims(
 
 @contextmanager
 def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[str] = ()) -> Iterator[LeasedPlan]:
-    """A context with ``job`` and the lease that ``claim`` waits for, or with the ``inherited`` devices, if any."""
+    """A context in which ``job`` has the lease that ``claim`` requests, or the devices ``inherited``, if any."""
     try:
         names = inherited or claim.wait_until_granted(job.plan.vipu, log)
         yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
@@ -101,7 +101,7 @@ def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[
 
 
 class LocalClaim(Claim):
-    """A job's claim on devices in ``cluster`` of this machine's pool: a place in the queue, then a lease."""
+    """A job's request for devices of this machine, which waits in a queue until it becomes a lease."""
 
     _requested: PoolRequest
 
@@ -152,7 +152,7 @@ class LocalClaim(Claim):
         return held if self._ticket is None else replace(held, descriptor=self._ticket.descriptor)
 
     def granted(self, names: Sequence[str]) -> Granted:
-        """Return a `Granted` object for the virtual IPUs, GPUs or cores with the names ``names``."""
+        """Return a description of the granted virtual IPUs, GPUs or cores, which have the names ``names``."""
         return Granted(plan=self.plan, cluster=self.cluster, names=names, partition=self.partition)
 
     def give_back(self, log: Log) -> None:
@@ -165,7 +165,7 @@ class LocalClaim(Claim):
 
 
 class IpuClaim(LocalClaim):
-    """A job's claim on virtual IPUs of this machine, which are IPUs of a pod or shares of the cores."""
+    """A job's request for virtual IPUs of this machine, which are IPUs of a pod or parts of the CPU."""
 
     def __init__(self, plan: LaunchPlan, partition: str | None) -> None:
         super().__init__(plan, partition, _ipus_here(plan, partition))
@@ -181,7 +181,7 @@ class IpuClaim(LocalClaim):
         self._wanted = request.of(self.cluster)
 
     def request(self) -> PoolRequest:
-        """Return the request to the pool for as many virtual IPUs as the replicas use."""
+        """Return the request for as many virtual IPUs as the job's replicas on this host use."""
         return self._wanted
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
@@ -194,7 +194,7 @@ class IpuClaim(LocalClaim):
 
 
 class GpuClaim(LocalClaim):
-    """A job's claim on GPUs of this machine; if ``is_fixed``, on exactly the GPUs that the plan names."""
+    """A job's request for GPUs of this machine; if ``is_fixed``, for exactly the GPUs that the plan names."""
 
     def __init__(self, plan: LaunchPlan, partition: str | None, gpus: Sequence[Gpu], *, is_fixed: bool) -> None:
         super().__init__(plan, partition, _gpus_here(plan, gpus))
@@ -209,7 +209,7 @@ class GpuClaim(LocalClaim):
         return super()._ask_pool()
 
     def request(self) -> PoolRequest:
-        """Return the request to the pool for as many GPUs as the job uses, or for exactly the plan's GPUs."""
+        """Return the request for as many GPUs as the job uses on this host, or for exactly the plan's GPUs."""
         request = self._wanted.of(self.cluster)
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
@@ -225,7 +225,7 @@ class GpuClaim(LocalClaim):
 
 
 class CoreClaim(LocalClaim):
-    """A job's claim on cores for its instances alone; without ``facts``, on exactly the cores in the plan."""
+    """A job's request for cores that no other job may use; without ``facts``, for exactly the plan's cores."""
 
     def __init__(self, plan: LaunchPlan, facts: MachineFacts | None, given: LeasedDevices) -> None:
         self._facts = facts
@@ -236,7 +236,7 @@ class CoreClaim(LocalClaim):
         super().__init__(plan, None, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(numbers)))
 
     def request(self) -> PoolRequest:
-        """Return the request to the pool for one core per thread, or for exactly the cores in the plan."""
+        """Return the request for one core for each thread of the job, or for exactly the plan's cores."""
         if self._facts is None:
             num_cores = len(_bound(self._given.bindings))
         else:
@@ -270,7 +270,7 @@ def _pool_of(plan: LaunchPlan) -> Pool:
 
 
 def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
-    """Return the IPUs that the job which started this process has leased, if it is this user's or root's."""
+    """Return the leased IPUs of the outer job that started this process, if that job is this user's or root's."""
     above, users = set(ancestors(os.getpid())), (user_name(os.getuid()), user_name(0))
     holders = (lease for lease in state.leases if lease.holder.pid in above and lease.holder.user in users)
     leases = (lease for lease in holders if is_here(lease.holder))
@@ -279,7 +279,7 @@ def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
 
 
 def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
-    """Return the virtual IPUs of this machine; by default a CPU has one for each core, or as many as needed."""
+    """Return this machine's virtual IPUs; by default a CPU has one per core, or more if the job needs more."""
     vipu = plan.vipu
     num_ipus = vipu.ipus_per_host
     if num_ipus is None and partition is None:

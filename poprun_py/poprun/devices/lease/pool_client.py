@@ -25,7 +25,7 @@ from poprun.text.ranges import counted, fold_hosts
 def facts_under_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> tuple[MachineFacts, Cluster | None]:
-    """Return ``facts`` with each GPU marked that another job has leased, and the pod to plan for, or None."""
+    """Return ``facts``, in which GPUs leased by other jobs have a mark, and the pod to plan for, or None."""
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
@@ -44,7 +44,7 @@ def facts_under_pool(
 
 @contextmanager
 def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[LeasedPlan]:
-    """A context with the plan of a job and its leases on all hosts, released at the end of the context."""
+    """A context in which a job has its leases on devices of all its hosts; its end releases the leases."""
     is_fixed = facts is None
     with ExitStack() as stack:
         job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
@@ -61,7 +61,7 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
 
 
 def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -> str:
-    """Return a line that names the devices a job would lease now, or says why it could not start now."""
+    """Return a line of text that names the devices that a job would lease now, or why it could not start now."""
     if not is_here:
         counts = [counted(plan.num_ipus_per_host, "virtual IPU")] if plan.leases_ipus else []
         counts += [counted(plan.num_gpus_per_host, "GPU")] if plan.devices else []
@@ -77,7 +77,7 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
 
 
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:
-    """Return the names of the devices that ``claim`` would get now. Raises IpusTakenError if it had to wait."""
+    """Return the names of the devices that a request would get now. Raises IpusTakenError if it had to wait."""
     request = claim.request()
     names, _ = request.choose_from(state)
     if not names:

@@ -18,7 +18,7 @@ def choose_cluster(
     ipus_per_host: int | None = None,
     pod: Cluster | None = None,
 ) -> Cluster:
-    """Return a machine's virtual IPUs: its part of ``pod`` if given, else its GPUs, else shares of its cores."""
+    """Return a machine's virtual IPUs: its part of ``pod`` if given, else its GPUs, else parts of its CPU."""
     if pod is not None:
         return on_machine(pod, (hostname, hostname.partition(".")[0]))
     if not gpus:
@@ -39,7 +39,7 @@ def pod_of(text: str) -> Cluster:
 
 
 def check_names(ours: Cluster, allocation: str | None, cluster: str | None = None) -> None:
-    """Raise PartitionError if ``cluster`` is not the name of ``ours``, or ``ours`` lacks the ``allocation``."""
+    """Raise PartitionError if the cluster ``ours`` is not called ``cluster``, or has no part ``allocation``."""
     if cluster is not None and cluster != ours.name:
         raise PartitionError(f"there is no cluster {cluster}: there is {ours.name}")
     if allocation is not None and allocation not in ours.allocations:

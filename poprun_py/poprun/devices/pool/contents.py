@@ -28,7 +28,7 @@ Row = TypeVar("Row", Lease, Partition)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Generic[Row]):
-    """A lease or a partition, with its file's key and owner. A temporary partition has its lease's key."""
+    """A lease or a partition (set of IPUs) with the owner of its file and the key, a part of the file's name."""
 
     key: str
     uid: int
@@ -92,7 +92,7 @@ def read_contents(folder: PoolFolder) -> Contents:
 
 
 def read_row(kind: type[Row], data: bytes, uid: int) -> Row:
-    """Return the lease or partition that the file text ``data`` contains. ValueError or PlanError if damaged."""
+    """Return the lease or partition in ``data``, the bytes of its file. ValueError or PlanError if damaged."""
     row = read_record(kind, parse_json(data.decode()), "row", noun="a row", version=_VERSION)
     if isinstance(row, Partition):
         return replace(row, user=row.user if "@" in row.user else user_name(uid), lease=None)

@@ -46,7 +46,7 @@ class PoolFile:
 
 
 class PoolFolder:
-    """The open folder of a machine's pool. Methods raise PoolError if the system refuses an operation."""
+    """The open folder of a machine's pool (record of leases). Methods raise PoolError if the system refuses."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class PoolFolder:
         return PoolFile(uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
-        """Write the file ``kind-key`` in one step, for root as ``uid``'s; ``is_lasting`` data survive a crash."""
+        """Write the file ``kind-key`` in one step, owned by the user ``uid``; if ``is_lasting``, sync the disk."""
         if len(data) > MAX_FILE_BYTES:
             raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
         new = f"{_NEW}-{secrets.token_hex(16)}"
@@ -203,7 +203,7 @@ class PoolFolder:
 
 @contextmanager
 def opened_folder(path: str, *, makes: bool) -> Iterator[PoolFolder]:
-    """A context with the open folder of the pool at ``path``, after the checks of `place.opened_place`."""
+    """A context with the open folder ``path`` of a pool. Raises PoolError if the folder is not safe to use."""
     with opened_place(path, makes=makes) as descriptor:
         yield PoolFolder(path, descriptor)
 

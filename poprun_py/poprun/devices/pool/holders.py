@@ -48,7 +48,7 @@ def pid_namespace() -> str:
 
 
 def is_alive(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
-    """Return whether the job that holds a lease runs: by the lock of its file, else by its process id."""
+    """Return whether the job that holds a lease still runs, as the lease's locked file or its process id says."""
     if holder.client_key is not None:
         return True
     if holder.boot_id != boot_id():

@@ -17,7 +17,7 @@ _GAP: Final = "   "
 
 
 def partition_rows(state: PoolState) -> list[Row]:
-    """Return a dict for each partition in the pool, to print as a row of a table or as JSON."""
+    """Return a dict for each partition (set of IPUs) in a pool, to print as a row of a table or as JSON."""
     return [partition_row(partition, state) for partition in state.partitions]
 
 
@@ -122,7 +122,7 @@ def _num_free(cluster: Cluster, part: range, state: PoolState) -> int:
 
 
 def _whole(cluster: Cluster) -> range:
-    """Return the range of the indices of all virtual IPUs; a machine's part of a pod does not begin at 0."""
+    """Return the range of the indices of all virtual IPUs in ``cluster``, which need not begin at 0."""
     return range(cluster.ipus[0].index, cluster.ipus[-1].index + 1) if cluster.ipus else range(0)
 
 

@@ -34,7 +34,7 @@ _OTHERS_WRITE: Final = 0o022
 
 
 def pool_folder(named: str | None) -> str:
-    """Return the absolute path of the pool's folder ``named``; of the machine's default folder if None."""
+    """Return the absolute path of the pool's folder ``named``, or of the machine's default folder if None."""
     return os.path.abspath(named or DEFAULT_POOL)
 
 

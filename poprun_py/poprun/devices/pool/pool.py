@@ -32,7 +32,7 @@ _NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A lease of a server's client, or the client's place in the queue. Only the server can end it."""
+    """A lease of a server's client, or the client's place in the queue, which only the server can end."""
 
     id: int
     key: str  # the key in the names of the lease's files in the pool
@@ -57,7 +57,7 @@ AnyTicket = TypeVar("AnyTicket", bound=Ticket)
 
 
 class Pool:
-    """The record of a machine's leases in the folder ``path``, made by the first write. PoolError if unusable."""
+    """A machine's record of leases on devices, in the folder ``path``. PoolError if the folder is unusable."""
 
     def __init__(
         self, path: str, busy_seconds: float = BUSY_SECONDS, cluster: Callable[[], Cluster] = lambda: _NO_IPUS
@@ -87,13 +87,13 @@ class Pool:
         return LockedTicket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
     def enqueue_client(self, key: str, holder: Holder, request: PoolRequest) -> Ticket:
-        """Put a client of this server into the queue, as `enqueue` does. Only the server ends the lease."""
+        """Put a server's client into the queue for IPUs; grant ``request`` if it is first and IPUs are free."""
         with self._writing() as (folder, contents):
             lease, ipus = _enqueued(folder, contents, key, holder, request)
         return Ticket(id=lease.id, key=key, ipus=ipus)
 
     def retry(self, ticket: AnyTicket, request: PoolRequest) -> AnyTicket:
-        """Grant ``request`` if its job is now first in the queue and IPUs are free; return the new ticket."""
+        """Grant ``request`` if its job is first in the queue and IPUs are free; return the job's new ticket."""
         with self._writing() as (folder, contents):
             return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
 
@@ -144,12 +144,12 @@ class Pool:
             return _give_ipus(folder, stored, chosen)
 
     def remove_partition(self, name: str) -> None:
-        """Remove the partition ``name``. Raises an error if a job uses it or it is another user's."""
+        """Remove the partition (set of IPUs) ``name``. Raises an error if a job uses it or another user has it."""
         with self._writing() as (folder, contents):
             remove_partition(folder, _unused(contents, name))
 
     def reset_partition(self, name: str) -> Partition:
-        """Choose the IPUs of an unused partition anew. Raises IpusTakenError if too few IPUs are free."""
+        """Choose new IPUs for an unused partition (set of IPUs). Raises IpusTakenError if too few are free."""
         ours = self.cluster()
         with self._writing() as (folder, contents):
             stored = _unused(contents, name)
@@ -220,7 +220,7 @@ def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], reques
 def _partition_for(
     contents: Contents, lease: Stored[Lease], request: PoolRequest, wanted: PartitionRequest
 ) -> Stored[Partition]:
-    """Return the partition that a lease requests, a new one if there is none. PartitionError if not allowed."""
+    """Return the partition that a job requests, or a new one. Raises PartitionError if it is another user's."""
     if (known := contents.partition(wanted.name)) is not None:
         return _changeable(known)
     new = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.row.holder.user)
@@ -266,7 +266,7 @@ def _changeable(stored: Stored[Partition]) -> Stored[Partition]:
 
 
 def _unused(contents: Contents, name: str) -> Stored[Partition]:
-    """Return the partition ``name``. PartitionError or IpusTakenError if this user may not change it now."""
+    """Return the partition ``name``. IpusTakenError if a job uses it, PartitionError if it is not this user's."""
     stored = contents.partition(name)
     if stored is None:
         known = ", ".join(other.row.name for other in contents.partitions)

@@ -147,5 +147,5 @@ class PoolState:
         return next((lease for lease in self.leases if lease.id == number), None)
 
     def waiting(self, queue: str) -> tuple[Lease, ...]:
-        """Return the leases that wait in ``queue``, the earliest first."""
+        """Return the leases that were not yet granted and wait in the queue ``queue``, the earliest first."""
         return tuple(lease for lease in self.leases if lease.is_waiting and lease.queue == queue)

@@ -81,7 +81,7 @@ class PoolRequest:
         return self.queue_name if self.partition is None else self.partition.name
 
     def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
-        """Return the names of the IPUs that the job gets now, () if it must wait, and all new IPUs."""
+        """Return the names of the IPUs that the job gets now, () if it must wait, and the newly chosen IPUs."""
         request, kept = self.partition, frozenset[str]()
         if request is not None and (partition := state.partition(request.name)) is not None:
             if partition.lease is not None:
@@ -105,7 +105,7 @@ class IpuRequest:
     partition: PartitionRequest | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
-        """Raise PlanError, ending with ``where``, if ``cluster`` has fewer IPUs than the job, used or free."""
+        """Raise PlanError if ``cluster`` has fewer IPUs, free or in use, than the job; ``where`` ends its text."""
         check_names(cluster, self.allocation)
         num_there = len(cluster.part(self.allocation))
         if not cluster.is_open and self.num_ipus > num_there:
@@ -163,7 +163,7 @@ def refusal(  # noqa: PLR0913 - the text needs every one of these facts
     advises: bool = True,
     place: str = "on this machine",
 ) -> str:
-    """Return the text that says why the lease ``own`` gets no virtual IPUs now: who uses them or waits first."""
+    """Return why a job gets no virtual IPUs now: who uses them, and who waits before the job's lease ``own``."""
     if request.partition is not None and (partition := state.partition(request.partition.name)) is not None:
         reason = f"partition {partition.name} is in use"
         lease = state.lease(partition.lease)

@@ -80,7 +80,7 @@ class LeaseRenewal:
 
 
 def _first_line() -> bytes:
-    """Read and return the first line of standard input only: `keep` waits for the next line."""
+    """Read the first line of standard input, byte by byte, and return it; later lines stay unread."""
     line = b""
     while not line.endswith(b"\n"):
         letter = os.read(_INPUT, 1)

@@ -31,7 +31,7 @@ class Renewals:
         return key in self._ends
 
     def renew(self, key: str) -> None:
-        """Let the lease ``key``, new or not, end one whole duration from now unless it is renewed again."""
+        """Set the end of the lease ``key``, unless it is renewed again, to one lease duration from now."""
         self._ends[key] = self._clock() + self._lease_seconds
 
     def remove(self, key: str) -> None:
@@ -43,7 +43,7 @@ class Renewals:
         self._ends = {key: end for key, end in self._ends.items() if key in keys}
 
     def expired(self) -> list[str]:
-        """Return the keys of leases not renewed in time; a pause of this process extends every lease first."""
+        """Return the keys of leases not renewed in time; a time in which the server was paused does not count."""
         now = self._clock()
         gap = now - self._polled_at - self._poll_seconds
         self._polled_at = now
@@ -70,7 +70,7 @@ class ClientLeases:
         self._lock = threading.Lock()
 
     def adopt(self) -> int:
-        """Renew all leases that an earlier server's clients have; return the number of these leases."""
+        """Renew once all leases that an earlier server granted to clients; return the number of these leases."""
         with self._lock:
             keys = _by_key(self._pool.state())
             for key in keys:
@@ -78,7 +78,7 @@ class ClientLeases:
         return len(keys)
 
     def request(self, request: LeaseRequest) -> LeaseAnswer:
-        """Grant a client's request for IPUs if its turn has come, otherwise queue it; return the answer."""
+        """Grant a client's request if it is first and IPUs are free, otherwise queue it; return the answer."""
         with self._lock:
             state = self._pool.state()
             leases = _by_key(state)

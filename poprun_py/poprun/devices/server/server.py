@@ -51,7 +51,7 @@ _NUM_THREADS: Final = 4
 
 
 def commands_of(pool: Pool, leases: ClientLeases) -> Mapping[str, tuple[type[Any], Callable[[Any], object]]]:
-    """Return a dict: for each command of the server, the type of its message and the function to call."""
+    """Return for each command of the server the type of its message and the function that executes it."""
 
     def describe(_: Nothing) -> ServedPool:
         return ServedPool(
@@ -124,7 +124,7 @@ async def _end_expired(leases: ClientLeases) -> None:
 
 
 def _admit(challenges: Challenges, said: tuple[str, str, str, str], now_seconds: float) -> None:
-    """Raise HTTPException 401 if ``said`` (header, token, command, body) has no valid proof of the token."""
+    """Raise HTTPException 401 unless the header in the request ``said`` proves that the client knows the token."""
     if not challenges.is_answered_by(*said, now_seconds):
         raise HTTPException(401, "this is not its token: copy the file that vipu serve named when it started")
 
@@ -159,7 +159,7 @@ _PAUSE_SECONDS: Final = 60.0  # time between two printed errors of the event loo
 
 
 class BoundedProtocol(H11Protocol):
-    """The HTTP protocol of one connection, which ends after `CONNECTION_SECONDS`, or if there are too many."""
+    """The HTTP protocol of one connection, which ends after 20 s, or if there are too many connections."""
 
     _unfinished: Final[dict["BoundedProtocol", None]] = {}
     """All connections whose request has not arrived completely, the oldest first."""
@@ -191,7 +191,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ends with exit code 0 after SIGTERM or SIGINT; it calls ``when_ready`` first."""
+    """A uvicorn server that exits with 0 at SIGTERM or SIGINT; it calls ``when_ready`` when it handles both."""
 
     def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]) -> None:
         super().__init__(config)

@@ -35,14 +35,14 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 def token_file(environ: Mapping[str, str]) -> str:
-    """Return the path of the file with the server's token: `TOKEN_VARIABLE`, else in the user's settings."""
+    """Return the path of the file with the server's secret token, as a variable says or in the user's settings."""
     named = environ.get(TOKEN_VARIABLE)
     settings = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return os.path.abspath(named or os.path.join(settings, "poprun", "vipu-token"))
 
 
 def read_token(file: str) -> str:
-    """Return the server's token in ``file``. Raises ServerError if another user owns it or can read it."""
+    """Return the server's secret token in ``file``. Raises ServerError if others own or can read ``file``."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as opened:
@@ -67,7 +67,7 @@ def read_token(file: str) -> str:
 
 
 def make_token(file: str) -> bool:
-    """Make a random token in ``file``, readable only by this user. Return False if ``file`` exists."""
+    """Make a random secret token in ``file``, which only this user can read. Return False if ``file`` exists."""
     if os.path.lexists(file):
         return False
     unfinished = f".vipu-token-{secrets.token_hex(_TOKEN_BYTES)}"
@@ -87,7 +87,7 @@ def make_token(file: str) -> bool:
 
 
 class RemotePool:
-    """A server's record of leases on virtual IPUs, used by ``client`` (user@host). Errors are as in `Pool`."""
+    """A server's record of leases on virtual IPUs, which ``client`` (user@host) reads and changes over HTTP."""
 
     def __init__(self, server: ServerAddress, client: str) -> None:
         self.server = server
@@ -111,11 +111,11 @@ class RemotePool:
         return self._call("create-partition", request, Partition)
 
     def reset_partition(self, name: str) -> Partition:
-        """Choose the IPUs of the partition ``name`` anew, and return the changed partition."""
+        """Choose new IPUs for the partition (set of IPUs) called ``name``, and return the changed partition."""
         return self._call("reset-partition", PartitionName(name=name), Partition)
 
     def remove_partition(self, name: str) -> None:
-        """Remove the partition ``name``. Raises an error if a job uses it."""
+        """Remove the partition (set of IPUs) called ``name``. Raises an error if a job uses the partition."""
         self._call("remove-partition", PartitionName(name=name), Nothing)
 
     def request_lease(self, request: LeaseRequest) -> LeaseAnswer:
@@ -140,7 +140,7 @@ class RemotePool:
 
 
 def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:
-    """Return the pool of the server at ``host`` and ``port``, with the token of this process's user."""
+    """Return the server's pool (record of leases) at ``host`` and ``port``, for this process's user."""
     token = read_token(token_file(os.environ))
     server = ServerAddress(host=host, port=port, token=token, timeout_seconds=timeout_seconds)
     return RemotePool(server, f"{user_name(os.getuid())}@{socket.gethostname()}")

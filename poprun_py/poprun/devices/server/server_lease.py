@@ -54,14 +54,14 @@ _READ_BYTES: Final = 64
 
 
 def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
-    """Return ``facts`` with only the GPUs of the job's server, and the server's pod; None if it has no pod."""
+    """Return ``facts`` with only the GPUs that the server leases, and the server's pod (None if it has none)."""
     served = _pool_of(vipu).served()
     return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
 
 
 @contextmanager
 def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
-    """A context with ``job`` and its lease from the server, renewed until the end of the context."""
+    """A context in which ``job`` has a lease from a server of virtual IPUs, renewed until the context ends."""
     # A job started by a program of another job runs on the other job's virtual IPUs, and needs no lease.
     plan, pool = job.plan, _pool_of(job.plan.vipu)
     served = pool.served()
@@ -99,7 +99,7 @@ def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
 
 
 class ServerClaim(Claim):
-    """A job's claim on virtual IPUs of a server: a place in the queue, then a lease."""
+    """A job's request for virtual IPUs of a server, which waits in a queue until it becomes a lease."""
 
     def __init__(self, pool: RemotePool, wanted: IpuRequest, words: str) -> None:
         super().__init__(None if wanted.partition is None else wanted.partition.name)
@@ -137,12 +137,12 @@ class ServerClaim(Claim):
         )
 
     def give_back(self) -> None:
-        """Give back the lease, or the place in the queue; do nothing if the server cannot be reached."""
+        """Release the lease or the place in the server's queue; do nothing if the server cannot be reached."""
         with suppress(PoprunError):
             self._pool.end_lease(self.request.key)
 
     def _request_again(self) -> LeaseAnswer:
-        """Send the request again; repeat until the server's timeout if it cannot be reached."""
+        """Send the request for IPUs again; if the server cannot be reached, repeat this up to a time limit."""
         patience_seconds = self._pool.server.timeout_seconds
         deadline = time.monotonic() + patience_seconds
         is_logged = False
@@ -206,7 +206,7 @@ def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
 
 
 def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
-    """Return the server's GPUs with the names and the order that ``gpus``, the GPUs of this process, have."""
+    """Return ``cluster``, the server's GPUs, with the names and in the order that they have in this process."""
     devices = {gpu.uuid or gpu.name: gpu.name for gpu in gpus}
     slots = {gpu.name: slot for slot, gpu in enumerate(gpus)}
     ipus = [replace(ipu, device=devices.get(ipu.name, "")) for ipu in cluster.ipus]
@@ -253,7 +253,7 @@ def _check_share(granted: Granted, host: str) -> None:
 
 
 def _check_visible(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> None:
-    """Raise PlanError if one of the granted GPUs is not here, or a variable of the user hides it."""
+    """Raise PlanError if a granted GPU is not on this machine, or if an environment variable hides the GPU."""
     missing = [ipu.name for ipu in cluster.ipus if ipu.name in names and not ipu.device]
     if missing:
         mask = MAKERS[plan.maker].mask
@@ -275,7 +275,7 @@ def _pool_of(vipu: VipuSettings) -> RemotePool:
 
 
 def _held_above(state: PoolState) -> tuple[str, ...]:
-    """Return the IPUs that the job which started this process has leased; () if no job started it."""
+    """Return the leased IPUs of the outer job that started this process; () if no job started this process."""
     above = {key_of(pid) for pid in ancestors(os.getpid())}
     suffix = f"@{socket.gethostname()}"
     return next(

@@ -83,14 +83,14 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseKey:
-    """A message with the key of a lease, which the server shall renew or end."""
+    """A message with the key (random name) of a lease, which the server shall renew or end."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionName:
-    """A message with the name of a partition, which the server shall reset or remove."""
+    """A message with the name of a partition (set of IPUs), which the server shall reset or remove."""
 
     name: Name
 

@@ -24,7 +24,7 @@ def _mark_of(key: str, *texts: str) -> str:
 
 
 class Challenges:
-    """The challenges (random texts) of a server, which stores only the recently answered challenges."""
+    """The challenges of a server: random texts; with each, a client can prove once that it knows the token."""
 
     def __init__(self) -> None:
         self._key = os.urandom(32).hex()
@@ -36,7 +36,7 @@ class Challenges:
         return f"{text}-{_mark_of(self._key, text)}"
 
     def is_answered_by(self, header: str, token: str, command: str, body: str, now_seconds: float) -> bool:
-        """Return whether ``header`` proves knowledge of ``token``, by a new and unused challenge."""
+        """Return whether ``header`` proves, by a recent unused challenge, that the client knows ``token``."""
         challenge = header.removeprefix("Vipu ").partition(" ")[0]
         text, _, mark = challenge.rpartition("-")
         is_right = hmac.compare_digest(header.encode(), authorization(token, challenge, command, body).encode())

@@ -123,7 +123,7 @@ class LineReader:
 
 
 def check_event(message: Message) -> None:
-    """Check that ``message`` is a known event with all its fields. Raises ProtocolError if it is not."""
+    """Check that ``message`` is a known message to poprun with all its fields. Raises ProtocolError if not."""
     kind = message.get("event")
     fields = EVENT_FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
@@ -134,7 +134,7 @@ def check_event(message: Message) -> None:
 
 
 def abstract_address(name: str) -> str:
-    """Return the address of the control socket called ``name``, which is in Linux's abstract namespace."""
+    """Return the address of the unix socket called ``name`` in Linux's abstract namespace (unix(7))."""
     return "\0" + name
 
 

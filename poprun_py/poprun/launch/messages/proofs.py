@@ -38,7 +38,7 @@ class Handshake:
         self.nonce = os.urandom(NONCE_BYTES)
 
     def proof(self, other_nonce: bytes) -> bytes:
-        """Return the proof that this side knows the key, for the other side's challenge ``other_nonce``."""
+        """Return the proof that this side knows the key: an HMAC of both sides' random bytes."""
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> Seal:

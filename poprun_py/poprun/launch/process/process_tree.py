@@ -89,7 +89,9 @@ def has_reaped(pid: int) -> bool:
 
 
 def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Return the living descendants of ``root``, parents first, without ``apart_from`` and their descendants."""
+    """Return the living descendants of the process ``root``, parents before children, without the processes
+    ``apart_from`` and the descendants of these processes.
+    """
     children: dict[int, list[_Stat]] = {}
     for stat in _all_stats():
         children.setdefault(stat.parent, []).append(stat)
@@ -199,7 +201,7 @@ def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
 
 
 def reap() -> Iterator[Ended]:
-    """Reap every child that has ended, also adopted children, and yield each child's end."""
+    """Reap every child that has ended, also adopted children, and yield each child's id and exit code."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while True:
         try:
