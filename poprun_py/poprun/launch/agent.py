@@ -50,9 +50,9 @@ else:
 _BACKLOG = 2048
 NUM_STREAMS = 3
 _CONNECT_SECONDS = 30.0
-_WALK_MILLISECONDS = 20
-_LOOK_MILLISECONDS = 200
-_WORD_SECONDS = 2.0
+_SHORT_MILLISECONDS = 20
+_LONG_MILLISECONDS = 200
+_REPORT_SECONDS = 2.0
 
 
 class Parentage(NamedTuple):
@@ -114,7 +114,7 @@ class HeldPorts:
     @property
     def numbers(self) -> list[int]:
         """The port numbers of TensorFlow's worker and, for instance 0, of torch's store, JAX, popdist's store."""
-        return [one.getsockname()[1] for one in self.sockets]
+        return [bound.getsockname()[1] for bound in self.sockets]
 
     def has_worker(self) -> bool:
         """Whether TensorFlow listens at its port; if not, this process listens at the port from now on."""
@@ -187,8 +187,9 @@ class Agent:
         # by descriptor; a listener returns False if its sender is gone
         self._listeners: dict[int, Callable[[], bool]] = {}
         self._lease_address = ""
-        known = {"shim": parentage.shim, "runtime": parentage.runtime, "address": control.own_address()}
-        hello = {"event": "hello", "instance": index, "pid": os.getpid(), **known, "ports": self._ports.numbers}
+        parents = {"shim": parentage.shim, "runtime": parentage.runtime}
+        place = {"address": control.own_address(), "ports": self._ports.numbers}
+        hello = {"event": "hello", "instance": index, "pid": os.getpid(), **parents, **place}
         self._unsent: list[Message] = [hello]
 
     @property
@@ -204,21 +205,21 @@ class Agent:
         become_subreaper()
         die_with_parent(signal.SIGCONT)  # a stopped agent must wake up to end the program
         ends = set(self._parentage.ends)
-        self._listen_to(self._control.fileno(), self._hear_poprun)
+        self._listen_to(self._control.fileno(), self._obey_poprun)
         self._listen_to(wakeup, lambda: bool(os.read(wakeup, RECEIVE_BYTES)))
         for end in ends:
             self._listen_to(end, lambda: self._lose_shim(ends))
         while not self._ending.is_over(self._program):
             self._report_program()
             self._send()
-            for descriptor, _ in self._poll.poll(self._patience_milliseconds()):
+            for descriptor, _ in self._poll.poll(self._poll_milliseconds()):
                 listener = self._listeners.get(descriptor)  # an earlier listener may have removed it
                 if listener is not None and not listener():
                     self._forget(descriptor)
             self._ending.obey_signal(self._program)
             self._reap()
         self._report_program()
-        self._await_word_of_shim(ends)
+        self._await_report_of_shim(ends)
         self._queue({"event": "ended"})
         self._send()
         if self._is_orphan or self._control.is_sealed:  # otherwise poprun does this once for all instances
@@ -245,10 +246,10 @@ class Agent:
             self._forget(ends.pop())
         return True
 
-    def _await_word_of_shim(self, ends: set[int]) -> None:
+    def _await_report_of_shim(self, ends: set[int]) -> None:
         """Wait until the shim, the agent's parent, has reported to poprun that the shim's parent has ended."""
         if ends and has_ended(self._parentage.runtime):
-            select.select(ends, (), (), _WORD_SECONDS)
+            select.select(ends, (), (), _REPORT_SECONDS)
 
     def _end_runtime(self) -> None:
         """End the MPI daemon that started the shim: the daemon would wait for ever for the lost mpiexec."""
@@ -268,14 +269,14 @@ class Agent:
         """Queue events for poprun: resources that the program uses, leftover processes, requested stacks."""
         if self._program is not None and self._watch.is_due():
             self._queue(self._watch.measure())
-        if left := self._ending.news():
-            self._queue(left)
+        if leftovers := self._ending.news():
+            self._queue(leftovers)
         if answer := self._watch.answer():
             self._queue(answer)
 
-    def _patience_milliseconds(self) -> float | None:
+    def _poll_milliseconds(self) -> float | None:
         if self._ending.has_begun or self._watch.is_asked:
-            return _WALK_MILLISECONDS if self._program or not self._ending.is_patient else _LOOK_MILLISECONDS
+            return _SHORT_MILLISECONDS if self._program or not self._ending.is_patient else _LONG_MILLISECONDS
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
     def _catch_signals(self) -> int:
@@ -300,7 +301,7 @@ class Agent:
         except OSError:  # poprun is gone; the loop learns this from the closed socket
             return
 
-    def _hear_poprun(self) -> bool:
+    def _obey_poprun(self) -> bool:
         """Obey the orders that have arrived from poprun; if poprun is gone, stop the program and return False."""
         if self._receive():
             return True
@@ -349,37 +350,37 @@ class Agent:
         except OSError as error:
             self._fail({"event": "failed_to_hold", "errno": error.errno or 0})
             return
-        given = self._parentage.environment
-        environment = {name: value for name, value in given.items() if not name.startswith("POPRUN_")}
+        inherited = self._parentage.environment
+        environment = {name: value for name, value in inherited.items() if not name.startswith("POPRUN_")}
         environment |= order["environment"]
-        only_the_programs = self._open_descriptors(order, environment)
+        for_program = self._open_descriptors(order, environment)
         try:
-            to_tell = bind(order["cores"], order["memory_nodes"])
+            binding_problem = bind(order["cores"], order["memory_nodes"])
         except OSError as error:
             self._fail({"event": "failed_to_bind", "errno": error.errno, "cores": order["cores"]})
         else:
-            self._run(order, environment, to_tell, kept=only_the_programs)
+            self._run(order, environment, binding_problem, kept=for_program)
         # pipes close only if all copies close; the other streams are leases, which last as long as this agent
-        for descriptor in (*self._streams[:NUM_STREAMS], *only_the_programs):
+        for descriptor in (*self._streams[:NUM_STREAMS], *for_program):
             os.close(descriptor)
 
     def _open_descriptors(self, order: dict[str, Any], environment: dict[str, str]) -> list[int]:
         """Open the program's descriptors and set their variables; return descriptors that the agent must close."""
-        only_the_programs = []
+        for_program = []
         if self._ports.store is not None:
-            only_the_programs.append(self._ports.store.detach())
-            environment[order["store_variable"]] = str(only_the_programs[-1])
+            for_program.append(self._ports.store.detach())
+            environment[order["store_variable"]] = str(for_program[-1])
         page = self._watch.open_page(order)
         if order["progress_variable"]:
             environment[order["progress_variable"]] = str(page)
         if order["numbers_variable"]:
-            only_the_programs.append(self._watch.open_numbers())
-            pipe = only_the_programs[-1]
+            for_program.append(self._watch.open_numbers())
+            pipe = for_program[-1]
             environment[order["numbers_variable"]] = f"{pipe}:{os.fstat(pipe).st_ino}"
         if order["clock_variable"]:
-            only_the_programs.append(self._open_clock())
-            environment[order["clock_variable"]] = str(only_the_programs[-1])
-        return only_the_programs
+            for_program.append(self._open_clock())
+            environment[order["clock_variable"]] = str(for_program[-1])
+        return for_program
 
     def _open_clock(self) -> int:
         """Begin to answer a traced program's questions for the time; return the descriptor for the program."""
@@ -410,7 +411,7 @@ class Agent:
         self._ending.give_up()
 
     def _run(
-        self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str], kept: list[int]
+        self, order: dict[str, Any], environment: dict[str, str], binding_problem: dict[str, str], kept: list[int]
     ) -> None:
         named = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
         streams = self._streams[:NUM_STREAMS]
@@ -429,7 +430,7 @@ class Agent:
             self._fail({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
         else:
             self._watch.begin(environment.get("TMPDIR", "/tmp"))
-            self._queue({"event": "started", "pid": self._program, **to_tell})
+            self._queue({"event": "started", "pid": self._program, **binding_problem})
 
     def _pass_signal(self, signum: int) -> None:
         """Send ``signum`` to the program's processes with a handler for it; report to poprun if there is none."""

@@ -121,15 +121,15 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
     is_mpich = runtime.kind is MpiKind.MPICH
     forker = runtime.forker if network is None else None
     if forker:
-        own: tuple[str, ...] = (forker,)  # the forker binds nothing to cores, counts no cores, and opens no port
+        launcher: tuple[str, ...] = (forker,)  # the forker binds no process, counts no cores, and opens no port
     else:
-        own = (runtime.path, *(_hydra_words(plan, network) if is_mpich else _prrte_words(plan, network)))
+        launcher = (runtime.path, *(_hydra_words(plan, network) if is_mpich else _prrte_words(plan, network)))
     environment = {RANK_VARIABLE: HYDRA_RANK if is_mpich else OMPI_RANK}
     if is_mpich and network is not None:  # last, because Hydra 5 loses the last variable of its environment
         environment |= _hydra_variables(plan)
     return LaunchCommand(
         words=(
-            *own,
+            *launcher,
             *plan.mpi_global_args,
             "-n" if is_mpich else "-np",
             str(plan.num_instances),
@@ -147,16 +147,16 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
     runtime = plan.mpi if plan.launcher is LauncherKind.MPI else None
-    own = LaunchCommand(
+    own_shim = LaunchCommand(
         words=SHIM_WORDS,
         environment={RANK_VARIABLE: INSTANCES, INSTANCES: instances},
         death_signal=signal.SIGKILL,
         is_host_shim=runtime is not None,
     )
     if runtime is None:
-        return (own,)
-    ranks = mpi_command(plan, runtime, network)
-    return (own, ranks) if has_host_shim(plan, network) else (ranks,)
+        return (own_shim,)
+    rank_shims = mpi_command(plan, runtime, network)
+    return (own_shim, rank_shims) if has_host_shim(plan, network) else (rank_shims,)
 
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
@@ -236,7 +236,7 @@ class LauncherProcesses:
         self._running: set[int] = set()
         self.started: set[int] = set()  # the process ids of all started processes, also of ended processes
         self._output = b""
-        self._was_asked = False
+        self._was_signalled = False
         self.exit_code: int | None = None
         """Exit code of the first failed process, negative for a signal; 0 if none failed, None while all run."""
 
@@ -307,13 +307,13 @@ class LauncherProcesses:
         for ended in reap():
             if ended.pid in self._running:
                 self._running.remove(ended.pid)
-                self.exit_code = self.exit_code or (0 if self._was_asked else ended.code)
+                self.exit_code = self.exit_code or (0 if self._was_signalled else ended.code)
         return len(self._running) < num_running
 
     def end(self, signum: int) -> None:
         """Send ``signum`` to all processes that still run; an end after the signal is not a failure."""
         self.reap()
-        self._was_asked = True
+        self._was_signalled = True
         for pid in self._running:
             os.kill(pid, signum)
 

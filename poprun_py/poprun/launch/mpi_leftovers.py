@@ -30,7 +30,7 @@ def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
     # nothing is removed if invisible processes may use the folder, as in a container that shares it with its host
     files = set(_files(folder, time.time() - age_seconds)) if _sees_everybody() else set()
     if files:
-        files -= _held(files)
+        files -= _files_in_use(files)
     for file in files:
         try:
             os.unlink(file)
@@ -43,10 +43,10 @@ def _files(folder: str, since_seconds: float) -> Iterator[str]:
     for entry in _entries(folder):
         if entry.name.startswith(_PREFIXES):
             try:
-                found = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_ctime >= since_seconds:
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_ctime >= since_seconds:
                 yield entry.path
 
 
@@ -59,18 +59,18 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _held(files: set[str]) -> set[str]:
+def _files_in_use(files: set[str]) -> set[str]:
     """Return the files in ``files`` that a process has open or mapped."""
     # descriptors first: a program opens a file, maps it and closes it, so one of the two lists contains the file
-    held: set[str] = set()
+    in_use: set[str] = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
-                held |= files & set(_open_files(f"/proc/{name}/fd"))
-                held |= files & set(_mapped_files(f"/proc/{name}/maps"))
+                in_use |= files & set(_open_files(f"/proc/{name}/fd"))
+                in_use |= files & set(_mapped_files(f"/proc/{name}/maps"))
             except OSError:  # the process has ended, or belongs to another user, who cannot open this user's files
                 continue
-    return held
+    return in_use
 
 
 def _open_files(folder: str) -> Iterator[str]:
@@ -120,9 +120,9 @@ def _abandoned(parent: str, host: str) -> Iterator[str]:
         owner = entry.name.removeprefix(_PREFIX)
         if owner != entry.name and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
             try:
-                found = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             if is_ours and os.path.exists(f"{entry.path}/pmix.{host}.tool"):
                 yield entry.path

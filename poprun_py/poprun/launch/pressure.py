@@ -81,10 +81,10 @@ def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
         yield top  # in a container this folder is the container's own group, whatever its name outside
 
 
-def _number(text: str, wanted: str) -> int:
-    """Return the number after the name ``wanted`` in the lines ``text`` of names and numbers; 0 if missing."""
+def _number(text: str, label: str) -> int:
+    """Return the number after the name ``label`` in the lines ``text`` of names and numbers; 0 if missing."""
     pairs = (line.partition(" ") for line in text.splitlines())
-    return next((int(number) for name, _, number in pairs if name == wanted), 0)
+    return next((int(number) for name, _, number in pairs if name == label), 0)
 
 
 def _read(file: str) -> str:

@@ -79,8 +79,8 @@ _MOST_PROCESSES = 8
 _RECORD = b"{"  # beginning of the record that a failing program writes in place of stacks
 _CRASH = b"Fatal Python error: "  # beginning of the stacks that Python writes when a signal ends it
 _FULL_BYTES = 64 * 1024  # a disk with less free space counts as full
-_LOOK_SECONDS = 1.0
-_LOOKS_PER_WALK = 5
+_MEASUREMENT_SECONDS = 1.0
+_MEASUREMENTS_PER_SEARCH = 5
 _PAUSE_SECONDS = 7 * 24 * 3600.0
 _PAGE_NAME = "poprun-progress"
 _LOCK_WORDS = 6
@@ -151,7 +151,7 @@ def find_locks(pids: Collection[int], locks: str = "") -> Message:
     ``locks`` is the text of proc_locks(5), whose line of a waiting process has an arrow behind its number. The
     number of a file has the host's name before it, since other hosts have files of the same number.
     """
-    held: list[str] = []
+    held_files: list[str] = []
     awaited: dict[str, str] = {}
     holders: dict[str, int] = {}
     host = os.uname().nodename
@@ -166,8 +166,8 @@ def find_locks(pids: Collection[int], locks: str = "") -> Message:
             awaited[file] = describe_process(holder) if holder > 0 else "a process that the kernel does not name"
         elif not is_waiting:
             holders[file] = int(pid)
-            held += [file] if int(pid) in pids else []
-    return {"held_locks": held, "awaited_locks": awaited}
+            held_files += [file] if int(pid) in pids else []
+    return {"held_locks": held_files, "awaited_locks": awaited}
 
 
 def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
@@ -211,15 +211,15 @@ class StackQuestion:
         self._grown_at_seconds = 0.0
         self._text = ""
         self._helpers: list[Message] = []
-        self._asked: ProcessKey | None = None
-        self._unasked = [key for key in own_tree() if key.pid != pid][:most_helpers] if pid else []
+        self._asked_process: ProcessKey | None = None
+        self._helpers_to_ask = [key for key in own_tree() if key.pid != pid][:most_helpers] if pid else []
         self._is_about_helpers = False
         self._ask(pid)
 
     def answer(self) -> Message | None:
         """Return the event for poprun with all requested stacks; None while a process may still write some."""
-        while not self._is_about_helpers or self._asked is not None or self._unasked:
-            if self._asked is not None and not self._is_complete(time.monotonic()):
+        while not self._is_about_helpers or self._asked_process is not None or self._helpers_to_ask:
+            if self._asked_process is not None and not self._is_complete(time.monotonic()):
                 return None
             self._ask_next()
         processes = [] if self._text else _describe_tree()
@@ -229,29 +229,29 @@ class StackQuestion:
 
     def _ask(self, pid: int) -> None:
         """Send the process ``pid`` the signal at which it writes its stacks, if the process handles the signal."""
-        self._asked = _listener(self._page, pid, self._signum)
+        self._asked_process = _process_to_ask(self._page, pid, self._signum)
         self._num_bytes = 0
-        if self._asked is not None:
+        if self._asked_process is not None:
             os.ftruncate(self._page, self._text_at)
             os.lseek(self._page, self._text_at, os.SEEK_SET)  # the program's descriptor shares the offset
-            send([self._asked], self._signum)
+            send([self._asked_process], self._signum)
 
     def _ask_next(self) -> None:
         """Store the stacks that the asked process has written, and ask the next helper process for its stacks."""
         text = b""
-        if self._asked is not None:
+        if self._asked_process is not None:
             text = os.pread(self._page, _MOST_BYTES, self._text_at)
             if not text.startswith(_RECORD):
                 os.ftruncate(self._page, self._text_at)
                 os.lseek(self._page, self._text_at, os.SEEK_SET)  # where Python writes its stacks if it crashes
-        said = "" if text.startswith(_RECORD) else text.decode(errors="replace")
+        stacks = "" if text.startswith(_RECORD) else text.decode(errors="replace")
         if self._is_about_helpers:
-            self._helpers[-1]["text"] = said
+            self._helpers[-1]["text"] = stacks
         else:
-            self._text, self._is_about_helpers = said, True
-        self._asked = None
-        if self._unasked:
-            pid = self._unasked.pop(0).pid
+            self._text, self._is_about_helpers = stacks, True
+        self._asked_process = None
+        if self._helpers_to_ask:
+            pid = self._helpers_to_ask.pop(0).pid
             self._helpers.append({"pid": pid, "text": "", "process": describe_process(pid)})
             self._ask(pid)
 
@@ -306,7 +306,7 @@ def _describe_tree() -> list[str]:
     return [*lines, f"and {num_left} more processes"] if num_left else lines
 
 
-def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
+def _process_to_ask(page: int, pid: int, signum: int) -> ProcessKey | None:
     """Return the identity (id and start time) of the process ``pid`` if it handles the signal ``signum`` and can
     write its stacks to the memory ``page``; None if not, for example because the process is stopped.
     """
@@ -314,10 +314,10 @@ def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
     if key is None or key not in own_tree() or not catches(pid, signum) or is_stopped(pid):
         return None
     try:
-        there, here = os.stat(f"/proc/{pid}/fd/{page}"), os.fstat(page)
+        its_page, own_page = os.stat(f"/proc/{pid}/fd/{page}"), os.fstat(page)
     except OSError:
         return None
-    return key if os.path.samestat(there, here) else None
+    return key if os.path.samestat(its_page, own_page) else None
 
 
 class ProgramWatch:
@@ -330,11 +330,11 @@ class ProgramWatch:
         self._places: list[str] = []  # folders in which the program writes files
         self._numbers: int | None = None  # the descriptor of the pipe of numbers; None if there is none
         self._kills: list[int | None] = []
-        self._begun_line = b""
+        self._unfinished_line = b""
         self._question: ProgramQuestion | None = None
         self._counters: Message = {}
         self._tree: list[ProcessKey] = []
-        self._num_looks = 0
+        self._num_measurements = 0
         self._next_seconds = 0.0
 
     def open_page(self, order: dict[str, Any]) -> int:
@@ -375,7 +375,7 @@ class ProgramWatch:
 
     def _wait_for_next_second(self) -> None:
         """Set the next measurement to the next whole second, at which all agents measure."""
-        self._next_seconds = time.monotonic() + _LOOK_SECONDS - time.time() % _LOOK_SECONDS
+        self._next_seconds = time.monotonic() + _MEASUREMENT_SECONDS - time.time() % _MEASUREMENT_SECONDS
 
     def is_due(self) -> bool:
         """Whether it is time for the next measurement of the program."""
@@ -391,29 +391,30 @@ class ProgramWatch:
 
     def remains(self) -> Message:
         """Return the evidence that a failed program has left: collectives or stacks, and which disks are full."""
-        left: Message = {"full_disks": [place for place in self._places if _is_full(place)]}
+        evidence: Message = {"full_disks": [place for place in self._places if _is_full(place)]}
         text = os.pread(self._page, os.fstat(self._page).st_size, _TEXT_AT)
         if text.startswith(_RECORD):
             from poprun.launch.recorder import cut_record
 
-            left["recorder"] = cut_record(text)
+            evidence["recorder"] = cut_record(text)
         elif text.startswith(_CRASH):
-            left["crash"] = text[:_MOST_BYTES].decode(errors="replace")
-        return left
+            evidence["crash"] = text[:_MOST_BYTES].decode(errors="replace")
+        return evidence
 
     def measure(self) -> Message:
         """Measure the program; return the event for poprun with the program's memory and processor time, its
         progress, and the numbers that the program has reported, such as the loss.
         """
         self._wait_for_next_second()
-        if self._num_looks % _LOOKS_PER_WALK == 0:
+        if self._num_measurements % _MEASUREMENTS_PER_SEARCH == 0:
             self._tree = own_tree()
             # the start order names the module that reads the counters
             reader = __import__(self._order["counters"], fromlist=("read_counters",))
-            self._counters = reader.read_counters(self._announced()[0])
-        self._num_looks += 1
+            self._counters = reader.read_counters(self._read_announcement()[0])
+        self._num_measurements += 1
         progress = self._read_page()  # read first, because progress changes fastest
-        facts = {**measure(self._tree), **measure_pressure(self._announced()[0]), "counters": self._counters}
+        pressure = measure_pressure(self._read_announcement()[0])
+        facts = {**measure(self._tree), **pressure, "counters": self._counters}
         return {"event": "stats", **facts, "progress": progress, **self._read_numbers()}
 
     @property
@@ -455,28 +456,28 @@ class ProgramWatch:
 
     def uses_jax(self) -> bool:
         """Whether the program uses JAX: it has asked for the address of JAX's coordinator in the job."""
-        return self._said_by_hook()[1]
+        return self._read_hook_report()[1]
 
     def _question_for_stacks(self, most_helpers: int) -> StackQuestion:
-        pid, signum = self._announced()
+        pid, signum = self._read_announcement()
         return StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers)
 
     def _question_for_recorder(self, *, is_about_moments: bool) -> RecorderQuestion | None:
         """Return a request to torch's flight recorder; None without a recorder, or if the program is stopped."""
-        pid, descriptor = self._announced()[0], self._said_by_hook()[0]
+        pid, descriptor = self._read_announcement()[0], self._read_hook_report()[0]
         if not descriptor or is_stopped(pid):
             return None
         from poprun.launch.recorder import RecorderQuestion
 
         return RecorderQuestion(pid, descriptor, is_about_moments=is_about_moments)
 
-    def _announced(self) -> tuple[int, int]:
+    def _read_announcement(self) -> tuple[int, int]:
         """Return the id of the program's Python process, and the signal for its stacks; 0 and 0 if unknown."""
         at, form = self._order["announcement_at"], self._order["announcement_format"]
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
 
-    def _said_by_hook(self) -> tuple[int, bool]:
+    def _read_hook_report(self) -> tuple[int, bool]:
         """Return the program's descriptor for torch's flight recorder, 0 without one, and whether JAX is used."""
         descriptor, uses_jax = unpack("=i?", os.pread(self._page, calcsize("=i?"), self._order["recorder_at"]))
         return descriptor, uses_jax
@@ -490,5 +491,5 @@ class ProgramWatch:
             data = os.read(self._numbers, _MOST_BYTES) if self._numbers is not None else b""
         except BlockingIOError:
             return {}
-        lines, _, self._begun_line = (self._begun_line + data).rpartition(b"\n")
+        lines, _, self._unfinished_line = (self._unfinished_line + data).rpartition(b"\n")
         return {"numbers": lines.decode(errors="replace"), "read_at_seconds": time.monotonic()} if lines else {}

@@ -103,16 +103,16 @@ def cut_record(text: bytes) -> Message:
 
 def list_calls(text: bytes) -> Message:
     """Return the times of each process group's collectives in the recorders' JSON ``text``; {} if malformed."""
-    found: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     try:
         for name, calls, record in groups_in(text):
             if entries := [entry for entry in calls if not entry.get("is_p2p")]:
                 numbers = [int(entry["collective_seq_id"]) for entry in entries]
                 microseconds = [int(entry["time_created_ns"]) // 1000 for entry in entries]
-                found[name] = {"ranks": _ranks(name, record), "numbers": numbers, "microseconds": microseconds}
+                groups[name] = {"ranks": _ranks(name, record), "numbers": numbers, "microseconds": microseconds}
     except MALFORMED:
         return {}
-    return {**found}
+    return {**groups}
 
 
 MALFORMED: Final = (AttributeError, KeyError, IndexError, TypeError, ValueError)
@@ -131,8 +131,8 @@ def groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str
         by_group: dict[str, list[dict[str, Any]]] = {}
         for entry in record.get("entries") or []:
             backend = str(entry.get("profiling_name")).partition(":")[0]
-            own = f":{backend}" if backend in _OWN_GROUPS else ""
-            by_group.setdefault(f"{entry['process_group'][0]}{own}", []).append(entry)
+            suffix = f":{backend}" if backend in _OWN_GROUPS else ""
+            by_group.setdefault(f"{entry['process_group'][0]}{suffix}", []).append(entry)
         yield from ((name, entries, record) for name, entries in by_group.items())
 
 

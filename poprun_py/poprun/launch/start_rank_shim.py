@@ -24,8 +24,8 @@ def print_in_one_line(kind: type[BaseException], error: BaseException, _: object
 sys.excepthook = print_in_one_line
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
 runtime = posix.getppid()
-given = posix.environ.get(b"PMI_FD", b"")
-kept = [int(given)] if given.isdigit() else []
+pmi_descriptor = posix.environ.get(b"PMI_FD", b"")
+kept = [int(pmi_descriptor)] if pmi_descriptor.isdigit() else []
 for name in posix.listdir("/proc/self/fd"):
     if int(name) > 2 and int(name) not in kept:
         try:

@@ -35,7 +35,7 @@ class TreeEnding:
         self._has_signal = False
         self._is_given_up = False
         self._deadline_seconds: float | None = None
-        self._told_at_seconds = 0.0
+        self._report_at_seconds = 0.0
         self._news: list[Message] = []
 
     @property
@@ -61,7 +61,7 @@ class TreeEnding:
         # its children run until it has ended, because a program that saves its state needs its DataLoader workers
         self.was_stopped = True
         if self.is_patient:
-            self._lose_patience()
+            self._end_leftovers_now()
         self._begin(self.grace_seconds)
         if program is not None:
             os.kill(program, signal.SIGTERM)
@@ -72,7 +72,7 @@ class TreeEnding:
         self.is_patient = after_good_end and not self.was_stopped
         if self.is_patient:
             self._begin(self.grace_seconds)
-            self._told_at_seconds = time.monotonic() + min(_LEFTOVER_SECONDS, self.grace_seconds / 2)
+            self._report_at_seconds = time.monotonic() + min(_LEFTOVER_SECONDS, self.grace_seconds / 2)
         else:
             terminate(own_tree())
             self._begin(_LEFTOVER_SECONDS)
@@ -90,12 +90,12 @@ class TreeEnding:
         if not tree and program is None:
             return True
         now_seconds = time.monotonic()
-        if self.is_patient and 0.0 < self._told_at_seconds <= now_seconds:
-            self._told_at_seconds = 0.0
-            self._name_left(tree, is_ended=False)
+        if self.is_patient and 0.0 < self._report_at_seconds <= now_seconds:
+            self._report_at_seconds = 0.0
+            self._report_leftovers(tree, is_ended=False)
         if now_seconds >= self._deadline_seconds and self.is_patient:
-            self._name_left(tree, is_ended=True)
-            self._lose_patience()
+            self._report_leftovers(tree, is_ended=True)
+            self._end_leftovers_now()
         elif now_seconds >= self._deadline_seconds:
             send(tree, signal.SIGKILL)
         return False
@@ -104,11 +104,11 @@ class TreeEnding:
         """Return the next event for poprun about processes that an ended program has left; None if none."""
         return self._news.pop(0) if self._news else None
 
-    def _name_left(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:
+    def _report_leftovers(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:
         names = [f"process {key.pid} ({' '.join(words_of(key.pid))[:_MOST_LETTERS]})" for key in tree]
         self._news.append({"event": "left", "processes": names, "is_ended": is_ended})
 
-    def _lose_patience(self) -> None:
+    def _end_leftovers_now(self) -> None:
         self.is_patient, self._deadline_seconds = False, None
         self.end_leftovers(after_good_end=False)
 

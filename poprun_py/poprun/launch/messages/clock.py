@@ -145,4 +145,4 @@ class HostClocks:
 
 def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
     """Return for each host that has answered its clock's offset in the last minute, as a linear function."""
-    return {host: fit_clock(made[-_RECENT_ROUNDS:]) for host, made in rounds.items() if made}
+    return {host: fit_clock(exchanges[-_RECENT_ROUNDS:]) for host, exchanges in rounds.items() if exchanges}

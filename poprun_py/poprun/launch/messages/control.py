@@ -114,12 +114,12 @@ class LineReader:
             lines.pop(0)
             self._is_too_long = False
             num_lost = 1
-        kept = [line for line in lines if len(line) <= MAX_MESSAGE_BYTES]
+        short_lines = [line for line in lines if len(line) <= MAX_MESSAGE_BYTES]
         if len(self._rest) > MAX_MESSAGE_BYTES:
             self._rest, self._is_too_long = b"", True
         elif self._is_too_long:
             self._rest = b""
-        return kept, num_lost + len(lines) - len(kept)
+        return short_lines, num_lost + len(lines) - len(short_lines)
 
 
 def check_event(message: Message) -> None:
@@ -128,8 +128,8 @@ def check_event(message: Message) -> None:
     fields = EVENT_FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
         raise ProtocolError(f"a control message is no event that poprun knows: {kind!r:.80}")
-    for name, wanted in fields.items():
-        if type(message.get(name)) is not wanted:
+    for name, field_type in fields.items():
+        if type(message.get(name)) is not field_type:
             raise ProtocolError(f"the {name} of a control message is {message.get(name)!r:.80}, in event {kind}")
 
 

@@ -26,11 +26,11 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annot
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Return a tuple of the positional ``values`` and the keyword values ``named``."""
-        rest = cls._fields[len(values) :]
-        found = {**{field: cls._defaults[field] for field in rest if field in cls._defaults}, **named}
-        if len(values) > len(cls._fields) or found.keys() != set(rest):
+        missing = cls._fields[len(values) :]
+        named_values = {**{field: cls._defaults[field] for field in missing if field in cls._defaults}, **named}
+        if len(values) > len(cls._fields) or named_values.keys() != set(missing):
             raise TypeError(f"{cls.__name__} has the fields {', '.join(cls._fields)}")
-        return super().__new__(cls, (*values, *(found[field] for field in rest)))
+        return super().__new__(cls, (*values, *(named_values[field] for field in missing)))
 
     def __repr__(self) -> str:
         fields = (f"{field}={value!r}" for field, value in zip(self._fields, self, strict=True))

@@ -145,9 +145,9 @@ def raise_open_files(num_instances: int) -> None:
             f"too many open files: {who} at least {least}, and the hard limit is {hard}: "
             "raise it with `ulimit -n`, or in /etc/security/limits.conf"
         )
-    wanted = min(most, _WANTED_FILES + _WANTED_FILES_OF_INSTANCE * num_instances)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    new_soft = min(most, _WANTED_FILES + _WANTED_FILES_OF_INSTANCE * num_instances)
+    if new_soft > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_soft, hard))
 
 
 _LONGEST_ADDRESS: Final = 107  # largest address of a unix socket, in bytes: unix(7)

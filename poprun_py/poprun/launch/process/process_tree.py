@@ -101,7 +101,7 @@ def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]
 def _descend(
     root: int, apart_from: Collection[int], children_of: Callable[[int], Iterable[_Stat]]
 ) -> list[ProcessKey]:
-    found: list[ProcessKey] = []
+    living: list[ProcessKey] = []
     parents = [root]
     for parent in parents:
         for stat in children_of(parent):
@@ -109,8 +109,8 @@ def _descend(
                 continue
             parents.append(stat.key.pid)
             if stat.state != "Z":
-                found.append(stat.key)
-    return found
+                living.append(stat.key)
+    return living
 
 
 def unreaped_children(parents: Collection[int]) -> list[int]:
@@ -163,7 +163,7 @@ def environment_of(pid: int) -> dict[str, str]:
 def catchers(signum: int) -> list[ProcessKey]:
     """Return this process's descendants with a handler for ``signum``, without descendants of such a process."""
     # a helper that a program forked inherits the program's handlers, and the program passes signals on to it
-    found: list[ProcessKey] = []
+    catching: list[ProcessKey] = []
     covered: set[int] = set()
     for key in descendants(os.getpid()):
         stat = _read_stat(key.pid)
@@ -173,8 +173,8 @@ def catchers(signum: int) -> list[ProcessKey]:
             covered.add(key.pid)
         elif catches(key.pid, signum):
             covered.add(key.pid)
-            found.append(key)
-    return found
+            catching.append(key)
+    return catching
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -202,7 +202,7 @@ def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
 
 def reap() -> Iterator[Ended]:
     """Reap every child that has ended, also adopted children, and yield each child's id and exit code."""
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while True:
         try:
             pid, status, usage = os.wait3(os.WNOHANG)
@@ -211,7 +211,7 @@ def reap() -> Iterator[Ended]:
         if pid == 0:
             return
         # the kernel also counts the child's memory before exec, which was ours: a smaller value says nothing
-        peak_bytes = usage.ru_maxrss * _KIBIBYTE if usage.ru_maxrss > own else 0
+        peak_bytes = usage.ru_maxrss * _KIBIBYTE if usage.ru_maxrss > own_peak else 0
         yield Ended(pid, os.waitstatus_to_exitcode(status), peak_bytes)
 
 

@@ -186,9 +186,9 @@ def answers_of(
 ) -> list[Answer]:
     """Run all ``commands`` at once, at most ``timeout_seconds``; return the output and exit code of each."""
     deadline_seconds = time.monotonic() + timeout_seconds
-    asked = [_ask(words, environment) for words in commands]
+    started = [_ask(words, environment) for words in commands]
     return [
-        it if isinstance(it, Answer) else _await_answer(*it, deadline_seconds, timeout_seconds) for it in asked
+        it if isinstance(it, Answer) else _await_answer(*it, deadline_seconds, timeout_seconds) for it in started
     ]
 
 
