@@ -17,7 +17,7 @@ _QUESTION_BYTES = 64
 
 
 class ClockAnswers:
-    """A pair of sockets: the program inherits one, and its parent, the agent, sends the time at the other."""
+    """The sockets over which a traced program asks its parent, the agent, for the time of the agent's clock."""
 
     def __init__(self) -> None:
         self._own, self.for_program = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -28,7 +28,7 @@ class ClockAnswers:
         return self._own.fileno()
 
     def answer(self) -> bool:
-        """Answer a program's question with the time of the agent's clock; return False if no process can ask."""
+        """Answer a program's question with the agent's time; return False if no process has the other socket."""
         try:
             question = self._own.recv(_QUESTION_BYTES)
             self._own.send(b"%b %d" % (question, time.time_ns()))

@@ -22,7 +22,9 @@ _MAX_DESCRIPTORS = 4
 
 
 def fetch_lease(address: str) -> list[int]:
-    """Return the locked files of the job's lease from the process that keeps it. Raises OSError on failure."""
+    """Return the descriptors of the locked files that are the job's lease (its right to use devices), sent by the
+    process that keeps the lease on this host. Raise OSError if none arrive.
+    """
     with _connected(address) as connection:
         connection.sendall(FETCH)
         data, descriptors = receive_descriptors(connection, 1, _MAX_DESCRIPTORS)
@@ -32,13 +34,13 @@ def fetch_lease(address: str) -> list[int]:
 
 
 def give_up_lease(address: str) -> None:
-    """Let the process that keeps the job's lease on this host end; do nothing if there is no such process."""
+    """Ask the process that keeps the job's lease to end, because poprun is lost; ignore a failed connection."""
     with suppress(OSError), _connected(address) as connection:
         connection.sendall(GIVE_UP)
 
 
 def wake_holder(address: str) -> None:
-    """Send SIGCONT to the process that keeps the job's lease: it must end now, and may have been stopped."""
+    """Send SIGCONT to the process that keeps the job's lease, so that it can end even if it was stopped."""
     with suppress(OSError), _connected(address):
         return
 

@@ -35,7 +35,7 @@ class HostShim(Shim):
     _listener: socket.socket
 
     def fork_agents(self, instances: range) -> bool:
-        """Prepare to fork an agent for each rank shim (process that MPI starts); False if no fork can succeed."""
+        """Begin to accept MPI's processes (rank shims), which get agents; return False if no fork can succeed."""
         self._awaited = set(instances)
         if not has_room():  # a runtime without room for processes may report nothing
             self._lose_all(thread_shortage())
@@ -56,7 +56,7 @@ class HostShim(Shim):
             self._on_readable(descriptor, lambda: self._receive_handover(connection))
 
     def _receive_handover(self, connection: socket.socket) -> None:
-        """Receive the data of a rank shim, a process that MPI started; fork its agent; close ``connection``."""
+        """Receive rank and descriptors from an MPI process (rank shim), fork its agent, close ``connection``."""
         self._ignore(connection.fileno())
         descriptors: list[int] = []
         try:
@@ -69,7 +69,9 @@ class HostShim(Shim):
             os.close(descriptor)
 
     def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
-        """Fork the agent for an MPI process, which sent ``words``: its rank, its parent, descriptors' names."""
+        """Fork the agent for the instance of an MPI process (rank shim) that sent ``words``: its rank, its
+        parent's process id, and the environment variable for the number of each of the ``descriptors``.
+        """
         rank, parent, *names = words
         index, runtime, shim = int(rank), int(parent), peer_process(connection)
         if index not in self._awaited:
@@ -92,7 +94,7 @@ class HostShim(Shim):
 
 
 def has_room() -> bool:
-    """Whether the kernel allows two more processes, tried with threads, which count as processes for the limit."""
+    """Whether the kernel allows two more processes (a rank shim and its agent), tried by starting two threads."""
     gate = _thread.allocate_lock()
     started = []
     with gate:  # so that all threads live at the same time

@@ -58,7 +58,7 @@ _SETTINGS_MARK: Final = "_MCA_"
 
 
 class LaunchCommand(NamedTuple):
-    """The command of one process that poprun starts."""
+    """The argv, variables and death signal of one process that poprun starts, such as mpiexec or a shim."""
 
     words: tuple[str, ...]  # its argv
     environment: Mapping[str, str]  # variables added to its environment, among them the name of the rank variable
@@ -81,7 +81,7 @@ def _hydra_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, .
 
 
 def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
-    """Return the variable with the options for Hydra's ssh; {} in Slurm, which does not use ssh."""
+    """Return Hydra's environment variable with options for ssh; {} in Slurm, where Hydra does not use ssh."""
     if plan.remote.slurm_job is not None:
         return {}
     from poprun.launch.routes import ssh_options
@@ -112,7 +112,7 @@ def _is_ipv6(address: str) -> bool:
 
 
 def _slots(plan: LaunchPlan) -> Iterator[str]:
-    """Return an iterator over texts HOST:COUNT, each with a host of the job and its number of instances."""
+    """Return texts HOST:COUNT for MPI's option that lists the hosts: each host and its number of instances."""
     return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
 
 
@@ -142,7 +142,7 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """Return the commands that start the shims (processes that start instances): poprun's, MPI's or Slurm's."""
+    """Return the commands that start the shims (processes that fork agents): of srun, MPI or poprun itself."""
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
@@ -198,7 +198,9 @@ class StartWatch:
         self.idle_seconds = 0.0  # time since when no living shim can still report
 
     def update(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
-        """Update which shims (processes that start instances) run below ``roots``; ``reported`` have reported."""
+        """Search the descendants of the processes ``roots``, which poprun started, for shims that run;
+        ``reported`` are the process ids of shims whose agents have reported to poprun.
+        """
         if len(reported) > self._num_reported:  # the runtime is working, even if it was slow with its first shim
             self._num_reported = len(reported)
             self._idle_since_seconds, self.idle_seconds = math.inf, 0.0
@@ -213,7 +215,7 @@ class StartWatch:
             self.note_living({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note_living(self, living: set[int], reported: set[int], now_seconds: float) -> None:
-        """Record the living shims, whether a shim ended too early, and since when no shim can still report."""
+        """Record running shims, whether one ended before its agent reported, and since when no report can come."""
         self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
         self._seen |= living
         self._idle_since_seconds = math.inf if living - reported else min(self._idle_since_seconds, now_seconds)
@@ -221,7 +223,7 @@ class StartWatch:
 
 
 def _is_mpich(pid: int, runtime: MpiRuntime) -> bool:
-    """Whether the process ``pid`` is MPICH's launcher itself, and not a script that starts the launcher."""
+    """Whether the process ``pid`` runs MPICH's mpiexec, and not, for example, a script that calls mpiexec."""
     try:
         return runtime.kind is MpiKind.MPICH and os.path.samefile(f"/proc/{pid}/exe", runtime.launcher)
     except OSError:  # the process has ended
@@ -247,7 +249,7 @@ class LauncherProcesses:
         working_directory: str,
         open_files: int = 0,
     ) -> None:
-        """Start all ``commands``; ``open_files`` is their soft limit of open files, 0 for poprun's own limit."""
+        """Start all ``commands`` with the soft limit ``open_files`` of open files; 0 leaves poprun's own limit."""
         inherited = {name: value for name, value in environ.items() if not _is_of_another_job(name)}
         reader, writer = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY)
@@ -302,7 +304,7 @@ class LauncherProcesses:
         return self._output.decode(errors="replace").splitlines()
 
     def reap(self) -> bool:
-        """Reap all ended children, also adopted ones; return whether poprun itself had started one of them."""
+        """Reap all ended children, also adopted ones; return whether a process ended that poprun had started."""
         num_running = len(self._running)
         for ended in reap():
             if ended.pid in self._running:
@@ -335,5 +337,5 @@ def _listen_to_rank_shims() -> socket.socket:
 
 
 def _is_of_another_job(name: str) -> bool:
-    """Whether ``name`` is a variable of an outer MPI job, with which MPI would join that job by mistake."""
+    """Whether the variable ``name`` belongs to an outer MPI job, which a new mpiexec would otherwise join."""
     return name.startswith(_JOB_PREFIXES) and _SETTINGS_MARK not in name

@@ -26,7 +26,7 @@ _PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
 
 
 def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
-    """Remove files, at most ``age_seconds`` old, that ended MPI programs left in ``folder``; return the paths."""
+    """Remove shared memory files, at most ``age_seconds`` old, of ended MPI programs; return their paths."""
     # nothing is removed if invisible processes may use the folder, as in a container that shares it with its host
     files = set(_files(folder, time.time() - age_seconds)) if _sees_everybody() else set()
     if files:
@@ -60,7 +60,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _files_in_use(files: set[str]) -> set[str]:
-    """Return the files in ``files`` that a process has open or mapped."""
+    """Return which of ``files``, left by MPI programs, a process still has open or mapped into its memory."""
     # descriptors first: a program opens a file, maps it and closes it, so one of the two lists contains the file
     in_use: set[str] = set()
     for name in os.listdir("/proc"):
@@ -90,7 +90,7 @@ def _mapped_files(maps: str) -> Iterator[str]:
 
 
 def _sees_everybody() -> bool:
-    """Whether /proc shows this process every process that can use the same /dev/shm (namespaces(7))."""
+    """Whether this process's /proc shows all processes that may use files in the same /dev/shm (namespaces(7))."""
     try:
         is_inside = os.readlink("/proc/self/ns/pid") != _FIRST_PROCESS_SPACE
         return not (is_inside and os.readlink("/proc/self/ns/ipc") == _FIRST_MEMORY_SPACE)

@@ -37,7 +37,7 @@ def measure_pressure(pid: int) -> dict[str, float]:
 
 
 def throttled_seconds(membership: str, root: str = _ROOT) -> float:
-    """Return for how many seconds a CPU quota has stopped a process, given its control groups ``membership``."""
+    """Return for how many seconds a CPU quota has stopped a process; ``membership``: its file /proc/PID/cgroup."""
     texts = (_read(f"{folder}/cpu.stat") for folder in _folders("cpu", membership, root))
     return max(
         (
@@ -49,7 +49,7 @@ def throttled_seconds(membership: str, root: str = _ROOT) -> float:
 
 
 def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo") -> int:
-    """Return how many bytes a process may still use, of its machine and control groups; 0 if it is unknown."""
+    """Return how many bytes a process can still allocate within its machine and control groups; 0 if unknown."""
     lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
     rooms = [int(fields[1]) * _KIBIBYTE for fields in lines]
     for folder in _folders("memory", membership, root):
@@ -68,7 +68,7 @@ def count_kills(membership: str, root: str = _ROOT) -> list[int | None]:
 
 
 def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
-    """Yield the folders of a process's control group for ``controller``, and of the groups around it."""
+    """Yield the folders of a process's control group for ``controller``, then of each control group around it."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -82,7 +82,7 @@ def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
 
 
 def _number(text: str, label: str) -> int:
-    """Return the number after the name ``label`` in the lines ``text`` of names and numbers; 0 if missing."""
+    """Return the number behind ``label`` in ``text``, whose lines are names with numbers; 0 if it is missing."""
     pairs = (line.partition(" ") for line in text.splitlines())
     return next((int(number) for name, _, number in pairs if name == label), 0)
 

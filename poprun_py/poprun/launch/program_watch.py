@@ -88,7 +88,7 @@ _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
 def name_system_call(number: str, machine: str = "") -> str:
-    """Return the name of the system call ``number`` on processors of the type ``machine``; "": this machine's."""
+    """Return the name of the system call ``number`` on the processor type ``machine``; "" is this machine's."""
     pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
     return next((name for name, known in pairs if known == number), f"system call {number}")
 
@@ -228,7 +228,7 @@ class StackQuestion:
         return {**event, **find_locks(tree), "ended_children": unreaped_children(tree)}
 
     def _ask(self, pid: int) -> None:
-        """Send the process ``pid`` the signal at which it writes its stacks, if the process handles the signal."""
+        """Send the process ``pid`` the signal to write its stacks, unless it is stopped or has no handler."""
         self._asked_process = _process_to_ask(self._page, pid, self._signum)
         self._num_bytes = 0
         if self._asked_process is not None:
@@ -290,7 +290,7 @@ class ProgramQuestion:
 
 
 def _is_full(place: str) -> bool:
-    """Whether the disk that contains the folder ``place`` has no free space, or no room for another file."""
+    """Whether the disk with the folder ``place`` has almost no free bytes, or no room for one more file."""
     try:
         disk = os.statvfs(place)
     except OSError:
@@ -307,8 +307,8 @@ def _describe_tree() -> list[str]:
 
 
 def _process_to_ask(page: int, pid: int, signum: int) -> ProcessKey | None:
-    """Return the identity (id and start time) of the process ``pid`` if it handles the signal ``signum`` and can
-    write its stacks to the memory ``page``; None if not, for example because the process is stopped.
+    """Return the identity (id and start time) of the process ``pid`` if it is a descendant, runs, handles
+    ``signum``, and has open the memory file ``page``, to which it writes its stacks; None if not.
     """
     key = key_of(pid) if pid else None
     if key is None or key not in own_tree() or not catches(pid, signum) or is_stopped(pid):
@@ -358,7 +358,7 @@ class ProgramWatch:
         self._kills = count_kills(_read(os.getpid(), "cgroup"))
 
     def machine_event(self) -> Message:
-        """Return the event for poprun with this host's number of killed processes and its memory limits."""
+        """Return the event for poprun with the number of processes killed here, and this host's memory limits."""
         from poprun.launch.process.limits import KillCounts
         from poprun.launch.process.machine_evidence import evidence_since
 
@@ -374,7 +374,7 @@ class ProgramWatch:
             self._wait_for_next_second()
 
     def _wait_for_next_second(self) -> None:
-        """Set the next measurement to the next whole second, at which all agents measure."""
+        """Set the next measurement to the next whole second, so that all agents measure at the same time."""
         self._next_seconds = time.monotonic() + _MEASUREMENT_SECONDS - time.time() % _MEASUREMENT_SECONDS
 
     def is_due(self) -> bool:
@@ -390,7 +390,7 @@ class ProgramWatch:
         return {"event": "stats", "progress": self._read_page(), **self._read_numbers()}
 
     def remains(self) -> Message:
-        """Return the evidence that a failed program has left: collectives or stacks, and which disks are full."""
+        """Return evidence about a failed program: its last collectives or its crash stacks, and full disks."""
         evidence: Message = {"full_disks": [place for place in self._places if _is_full(place)]}
         text = os.pread(self._page, os.fstat(self._page).st_size, _TEXT_AT)
         if text.startswith(_RECORD):
@@ -463,7 +463,7 @@ class ProgramWatch:
         return StackQuestion(self._page, _TEXT_AT, pid, signum, most_helpers)
 
     def _question_for_recorder(self, *, is_about_moments: bool) -> RecorderQuestion | None:
-        """Return a request to torch's flight recorder; None without a recorder, or if the program is stopped."""
+        """Return a request to torch's flight recorder; None if the program has no recorder, or is stopped."""
         pid, descriptor = self._read_announcement()[0], self._read_hook_report()[0]
         if not descriptor or is_stopped(pid):
             return None
@@ -478,7 +478,7 @@ class ProgramWatch:
         return pid, signum
 
     def _read_hook_report(self) -> tuple[int, bool]:
-        """Return the program's descriptor for torch's flight recorder, 0 without one, and whether JAX is used."""
+        """Return the program's descriptor for its flight recorder (0: none), and whether the program uses JAX."""
         descriptor, uses_jax = unpack("=i?", os.pread(self._page, calcsize("=i?"), self._order["recorder_at"]))
         return descriptor, uses_jax
 

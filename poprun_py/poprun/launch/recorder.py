@@ -45,7 +45,7 @@ class RecorderQuestion:
         self._links = [_Link(f"/proc/{pid}/fd/{descriptor}", handler) for handler in _HANDLERS]
 
     def answer(self) -> Message | None:
-        """Return the needed part of the answers; {} if no recorder answers; None while answers may still come."""
+        """Return the recorders' collectives or their times; {} if none answers; None while answers may come."""
         is_late = time.monotonic() >= self._deadline_seconds
         if not all(link.receive(is_late=is_late) for link in self._links):
             return None
@@ -72,7 +72,7 @@ class _Link:
         return self._received.partition(b"\r\n\r\n")[2].replace(b"\n", b" ")
 
     def receive(self, *, is_late: bool) -> bool:
-        """Receive the bytes that have arrived; return whether the answer is complete, failed or too late."""
+        """Receive the arrived bytes; return True if the answer is complete, has failed, or comes too late."""
         while not self._is_over:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -93,7 +93,7 @@ class _Link:
 
 
 def cut_record(text: bytes) -> Message:
-    """Return progress and last collectives of each process group in the recorders' JSON; {} if it is malformed."""
+    """Return each process group's progress and last collectives from the recorders' JSON; {} if malformed."""
     try:
         groups = [_cut_group(*group) for group in groups_in(text)]
     except MALFORMED:
@@ -137,7 +137,7 @@ def groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str
 
 
 def _ranks(name: str, record: dict[str, Any]) -> object:
-    """Return the ranks of the process group ``name`` from torch's record; an empty list if torch names none."""
+    """Return the ranks of the process group ``name`` in a recorder's ``record``; [] if the record has none."""
     config = (record.get("pg_config") or {}).get(name.partition(":")[0]) or {}
     return decode(f'{{"ranks":{config.get("ranks") or "[]"}}}'.encode())["ranks"]
 

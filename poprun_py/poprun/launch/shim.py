@@ -75,7 +75,7 @@ def read_instances(text: str) -> range:
 
 
 class Shim:
-    """A small process that forks agents, which start and end programs; a pipe shows agents the shim's end."""
+    """A small process that forks agents, which start and end programs; its end wakes the agents by a pipe."""
 
     def __init__(self, address: str, key: str, key_file: str, runtime: int) -> None:
         self._address = address
@@ -140,7 +140,7 @@ class Shim:
             os._exit(exit_code)
 
     def wait(self) -> bool:
-        """Wait until all agents, or the shim's parent process, have ended; return whether all agents end well."""
+        """Wait for the end of all agents, or of the shim's parent; return whether all agents exited with 0."""
         try:
             self._on_readable(os.pidfd_open(self._runtime), self._lose_runtime)
             for agent in self._agents:
@@ -157,7 +157,7 @@ class Shim:
         return self._is_well
 
     def _on_readable(self, descriptor: int, act: Callable[[], None]) -> None:
-        """Call ``act`` whenever ``descriptor`` becomes readable."""
+        """Call ``act`` in :meth:`wait` whenever ``descriptor`` becomes readable."""
         self._handlers[descriptor] = act
         self._poll.register(descriptor, select.POLLIN)
 
@@ -177,7 +177,7 @@ class Shim:
         self._on_readable(end, note_end)
 
     def _note_end(self, agent: int) -> None:
-        """Reap an ended agent; report the agent to poprun as lost if it was killed or has failed."""
+        """Reap an ended agent; if it failed or was killed, report to poprun that its instance lost its agent."""
         index = self._agents.pop(agent)
         _, status = os.waitpid(agent, 0)
         if status:
@@ -186,11 +186,11 @@ class Shim:
             self._report_loss(index, exit_code if exit_code > 1 else 0)
 
     def _lose_runtime(self) -> None:
-        """Report to poprun that the process that started the shim has ended; agents without a shim then end."""
+        """Report to poprun that the shim's parent has ended; the shim then also ends, and so do its agents."""
         self._lose_all(0, "runtime_lost")
 
     def _lose_all(self, number: int, event: str = "agent_lost") -> None:
-        """Report all agents to poprun as lost, with an error number, and stop waiting for the agents."""
+        """Report all agents to poprun as lost, with the error ``number`` (0: none); wait for no agent any more."""
         self._is_well = False
         for index in (*self._agents.values(), *self._awaited):
             self._report_loss(index, number, event)
@@ -243,5 +243,5 @@ def read_key(file: str) -> str:
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Print why the shim itself failed, without a traceback, which would not help a user of poprun."""
+    """Print in one line the exception that ended the shim; a traceback would not help a user of poprun."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")

@@ -40,11 +40,11 @@ class TreeEnding:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the end of the process tree has begun, so that there is a deadline."""
+        """Whether the end of the program's process tree has begun: a deadline for killing processes is set."""
         return self._deadline_seconds is not None
 
     def note_signal(self, *_: object) -> None:
-        """Record that SIGTERM has arrived; :meth:`obey_signal` then asks the program to end."""
+        """Record SIGTERM to the agent, as a signal handler; :meth:`obey_signal` then asks the program to end."""
         self._has_signal = True
 
     def obey_signal(self, program: int | None) -> None:
@@ -53,11 +53,11 @@ class TreeEnding:
             self.stop(program)
 
     def give_up(self) -> None:
-        """Record that no process is left to end, because the program cannot be started."""
+        """Record that no process has to be ended, because the program could not be started."""
         self._is_given_up = True
 
     def stop(self, program: int | None) -> None:
-        """Ask the process ``program`` to end; the rest of its process tree is killed at the deadline."""
+        """Ask the process ``program`` to end (SIGTERM); after the grace time its whole process tree is killed."""
         # its children run until it has ended, because a program that saves its state needs its DataLoader workers
         self.was_stopped = True
         if self.is_patient:
@@ -68,7 +68,7 @@ class TreeEnding:
             os.killpg(program, signal.SIGCONT)
 
     def end_leftovers(self, *, after_good_end: bool) -> None:
-        """End the processes that an ended program has left: now, or at a deadline if the program ended well."""
+        """End the processes that an ended program left: now, or after a grace time if the program ended well."""
         self.is_patient = after_good_end and not self.was_stopped
         if self.is_patient:
             self._begin(self.grace_seconds)
@@ -78,7 +78,7 @@ class TreeEnding:
             self._begin(_LEFTOVER_SECONDS)
 
     def kill(self) -> None:
-        """Set the deadline to now, so that the process tree is killed."""
+        """Set the deadline to now, so that the next :meth:`is_over` kills the program's process tree."""
         self.was_stopped, self.is_patient = True, False
         self._deadline_seconds = 0.0
 
@@ -101,7 +101,7 @@ class TreeEnding:
         return False
 
     def news(self) -> Message | None:
-        """Return the next event for poprun about processes that an ended program has left; None if none."""
+        """Return the oldest unsent event about processes that an ended program left; None if there is none."""
         return self._news.pop(0) if self._news else None
 
     def _report_leftovers(self, tree: Sequence[ProcessKey], *, is_ended: bool) -> None:

@@ -21,7 +21,7 @@ _NANOSECONDS: Final = 1e9
 
 
 class Exchange(NamedTuple):
-    """A question and its answer: two times of this host's clock, and another host's time in the answer."""
+    """A question for another host's time: when this host sent it and got the answer, and the time answered."""
 
     sent_ns: int
     answered_ns: int
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
     @property
     def offset_seconds(self) -> float:
-        """The seconds by which the other host's clock is ahead, if it answered in the middle of the exchange."""
+        """The seconds by which the other clock is ahead, if question and answer were equally long on the way."""
         return (self.answered_ns - self.middle_ns) / _NANOSECONDS
 
     @property
@@ -68,8 +68,8 @@ class ClockFit:
 
 
 def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
-    """Return the straight line through two offsets of another clock: of the most exact exchange (question and
-    answer) in the first quarter of ``exchanges``, and of the most exact exchange in the last quarter.
+    """Return another clock's offset as a straight line over time, through the offsets of two exchanges (questions
+    with answers): the most exact one in the first quarter of ``exchanges``, and the most exact one in the last.
     """
     share = max(1, len(exchanges) // 4)
     first = min(exchanges[:share], key=lambda it: it.uncertainty_seconds)
@@ -92,7 +92,7 @@ def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
 
 
 class HostClocks:
-    """The clocks of a job's other hosts: poprun asks a process on each host for the time, again and again."""
+    """The clocks of a job's other hosts, compared with poprun's: poprun repeatedly asks an agent on each host."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class HostClocks:
         self._due_seconds: dict[str, float] = {}
 
     def ask(self, reachable: Collection[int], now_seconds: float) -> None:
-        """Ask the hosts for their time again if it is due, each by the agent of an instance in ``reachable``."""
+        """Ask each host for its time if the next round is due, over an agent of an instance in ``reachable``."""
         for index, host in self._host_of.items():
             if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
                 self._due_seconds[host] = now_seconds + self._round_seconds
@@ -117,7 +117,7 @@ class HostClocks:
                 self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
 
     def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
-        """Record the time in another host's answer, and ask the host again until six answers have arrived."""
+        """Record the time in a host's answer; ask the host again until this round of six questions is complete."""
         exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
         host = self._host_of.get(instance, "")
         num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)
@@ -144,5 +144,5 @@ class HostClocks:
 
 
 def recent_fits(rounds: Mapping[str, Sequence[Exchange]]) -> dict[str, ClockFit]:
-    """Return for each host that has answered its clock's offset in the last minute, as a linear function."""
+    """Return, for each host in ``rounds``, its clock's offset in the last minute as a linear function of time."""
     return {host: fit_clock(exchanges[-_RECENT_ROUNDS:]) for host, exchanges in rounds.items() if exchanges}

@@ -64,7 +64,7 @@ _CREDENTIALS = Struct("iII")
 
 
 class _Grammar:
-    """The attributes that the JSON scanner reads, as in `json.JSONDecoder`: Python's number types and no hooks."""
+    """The settings that Python's JSON scanner in C reads: numbers as Python's types, objects without hooks."""
 
     strict = True
     object_hook = None
@@ -107,7 +107,7 @@ class LineReader:
         self._is_too_long = False
 
     def feed(self, data: bytes) -> tuple[list[bytes], int]:
-        """Return the lines that ``data`` completes, without line ends, and the number of dropped lines."""
+        """Return the lines that ``data`` completes, without line ends, and the number of dropped long lines."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         num_lost = 0
         if self._is_too_long and lines:
@@ -123,7 +123,7 @@ class LineReader:
 
 
 def check_event(message: Message) -> None:
-    """Check that ``message`` is a known message to poprun with all its fields. Raises ProtocolError if not."""
+    """Check that ``message`` to poprun is of a known kind and has all fields. Raise ProtocolError if not."""
     kind = message.get("event")
     fields = EVENT_FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
@@ -155,7 +155,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 class Received:
-    """The messages received together over a link, the reasons for refused messages, and received descriptors."""
+    """The result of one read from a link: messages, reasons why others were refused, and file descriptors."""
 
     def __init__(self, descriptors: list[int]) -> None:
         self.messages: list[Message] = []
@@ -179,7 +179,7 @@ def receive_descriptors(
 
 class Link:
     """A connection by a socket between poprun and an agent (poprun's process on a host that starts instances) or a
-    monitor. A TCP connection has a ``seal``, which authenticates each line.
+    monitor. Over TCP each line has an HMAC (``seal``), which proves that the sender knows the job's key.
     """
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
@@ -201,7 +201,7 @@ class Link:
         self.connection.close()
 
     def send(self, *messages: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send messages, and file descriptors over a unix socket. Raises OSError if the other end is gone."""
+        """Send ``messages`` and, over a unix socket, file descriptors. Raise OSError if the other end is gone."""
         lines = [encode(message) for message in messages]
         if self._seal is not None:
             lines = [self._seal.seal(line) for line in lines]
@@ -213,7 +213,7 @@ class Link:
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
-        """Return the received messages; ``check`` may refuse a message. Return None if the other end is gone."""
+        """Return the messages that pass ``check`` and the errors of the others; None if the other end is gone."""
         try:
             data, descriptors = receive_descriptors(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
         except OSError:
@@ -236,7 +236,7 @@ class Link:
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
-    """Connect this process with poprun. Raises OSError if nobody listens, ProtocolError if ``key`` is wrong."""
+    """Connect to poprun at ``address``. Raise OSError if nobody listens, ProtocolError if ``key`` is wrong."""
     if not address.startswith(_TCP):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_seconds)
@@ -264,7 +264,7 @@ def tcp_address(host: str, port: int) -> str:
 
 
 def is_remote(address: str) -> bool:
-    """Whether ``address`` is a network address, so that poprun may be on another host."""
+    """Whether ``address`` is of TCP, so that poprun may be on another host, and not of a unix socket."""
     return address.startswith(_TCP)
 
 

@@ -30,7 +30,7 @@ def new_key() -> str:
 
 
 class Handshake:
-    """One side of a connection, poprun or an agent, which proves that it knows the job's secret key."""
+    """One side of a connection (poprun or an agent), which proves to the other side that it has the job's key."""
 
     def __init__(self, key: str, *, is_agent: bool) -> None:
         self._key = bytes.fromhex(key)
@@ -38,11 +38,11 @@ class Handshake:
         self.nonce = os.urandom(NONCE_BYTES)
 
     def proof(self, other_nonce: bytes) -> bytes:
-        """Return the proof that this side knows the key: an HMAC of both sides' random bytes."""
+        """Return this side's proof of the job's key: an HMAC of the random bytes that both sides have sent."""
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> Seal:
-        """Check the other side's proof; return the seal (HMACs) of later lines. ProtocolError if it is wrong."""
+        """Return the seal (HMACs of later lines) if the other's ``proof`` is right; else raise ProtocolError."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not hmac.compare_digest(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")
@@ -70,7 +70,7 @@ class Seal:
         return mark + _SEPARATOR + line
 
     def open(self, line: bytes) -> bytes:
-        """Return the text of a line after a check of its HMAC. Raises ProtocolError if it is not the next line."""
+        """Return ``line`` without its HMAC. Raise ProtocolError if the HMAC is wrong or a line is missing."""
         mark, _, text = line.partition(_SEPARATOR)
         if not hmac.compare_digest(mark, self._mark(self._receiving_key, self._num_received, text)):
             raise ProtocolError("a control message does not bear the seal of this job")

@@ -50,7 +50,7 @@ class JobView:
     said: str = ""  # messages of poprun about the programs' state since the last view
 
     def to_message(self) -> Message:
-        """Return the view as JSON values; :meth:`from_message` reads these values."""
+        """Return the view as a message for JSON, from which :meth:`from_message` makes the view again."""
         return asdict(self)
 
     @classmethod

@@ -22,18 +22,18 @@ _VMSTAT: Final = "/proc/vmstat"
 
 
 class ControlGroup(NamedTuple):
-    """A control group of Linux (cgroup): its folder, which a container may lack, and whether its version is 2."""
+    """A control group (cgroup) of this process: its folder, which a container may lack, and its version."""
 
     folder: str
     is_unified: bool
 
     def file(self, unified: str, older: str) -> str:
-        """Return the path of a file of the group; its name is ``unified`` in version 2, otherwise ``older``."""
+        """Return the path of the group's file, called ``unified`` in cgroup version 2, ``older`` in version 1."""
         return os.path.join(self.folder, unified if self.is_unified else older)
 
 
 def control_groups(controller: str, membership: str, cgroups: str) -> Iterator[ControlGroup]:
-    """Yield the control groups of this process that may have files of ``controller``, inner groups first."""
+    """Yield this process's control groups, inner first, that ``controller`` (such as ``memory``) may limit."""
     try:
         lines = read_text(membership).splitlines()
     except OSError:
@@ -76,7 +76,7 @@ class KillCounts(NamedTuple):
 
 
 def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
-    """Return how many processes the kernel has killed for lack of memory until now. Arguments are for tests."""
+    """Return how many processes the kernel killed for lack of memory, in the control group and on the machine."""
     files = (
         group.file("memory.events", "memory.oom_control")
         for group in control_groups("memory", membership, cgroups)
@@ -95,7 +95,7 @@ def named_count(path: str, name: str) -> int | None:
 
 
 def read_text(path: str) -> str:
-    """Return the whole text of a file of the kernel."""
+    """Return the whole text of ``path``, a file of the kernel such as /proc/self/cgroup."""
     with open(path, encoding="utf-8") as file:
         return file.read()
 
@@ -108,7 +108,7 @@ _LOOPBACK: Final = ("127.0.0.1", 9)
 
 
 def check_system() -> None:
-    """Check that /proc shows processes, and that poprun can open /dev/null and a few files."""
+    """Check that /proc shows processes, and that poprun can open files and /dev/null. Raise LaunchError if not."""
     raise_open_files(0)
     if not os.path.exists(f"/proc/{os.getpid()}/stat"):
         raise LaunchError(
@@ -127,7 +127,7 @@ def check_system() -> None:
 
 @cache
 def users_open_files() -> int:
-    """Return the soft limit of open files with which the user called poprun; the programs get this limit."""
+    """Return the soft limit of open files that the user set, before poprun raises it; programs get this limit."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -45,7 +45,7 @@ class Evidence:
 
 
 def read_evidence_of_machine(event: Mapping[str, Any]) -> Evidence:
-    """Return the facts about another host, in ``event`` from there, that may explain a program's failure."""
+    """Return the facts about another host in its agent's ``event`` that may explain why a program failed."""
     limits = {it.name: event["limits"].get(it.name) for it in fields(MemoryLimits)}
     return Evidence(killed=KillCounts(*event["killed"]), limits=MemoryLimits(**limits))
 

@@ -37,7 +37,7 @@ class ProcessKey(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A child that has ended: its id, its exit code (negative for a signal), and its peak memory, 0 if unknown."""
+    """A reaped child process: its id, exit code (negative for a signal) and peak memory; 0 bytes if unknown."""
 
     pid: int
     code: int
@@ -83,7 +83,7 @@ def has_ended(pid: int) -> bool:
 
 
 def has_reaped(pid: int) -> bool:
-    """Whether there is a process ``pid`` that has reaped one of its children."""
+    """Whether the process ``pid`` exists and has ever reaped a child, which shows that a child has ended."""
     stat = _read_stat(pid)
     return stat is not None and stat.has_reaped
 
@@ -119,7 +119,7 @@ def unreaped_children(parents: Collection[int]) -> list[int]:
 
 
 def _known_children(pid: int) -> Iterator[_Stat]:
-    """Yield the children of the process ``pid`` that /proc lists; one may be missing while another child ends."""
+    """Yield the children of ``pid`` in /proc/PID/task, where a child may be missing while another child ends."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:  # the process has ended
@@ -161,7 +161,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def catchers(signum: int) -> list[ProcessKey]:
-    """Return this process's descendants with a handler for ``signum``, without descendants of such a process."""
+    """Return this process's descendants that handle ``signum``, but none below another such descendant."""
     # a helper that a program forked inherits the program's handlers, and the program passes signals on to it
     catching: list[ProcessKey] = []
     covered: set[int] = set()
@@ -188,7 +188,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Return the living descendants of this process, a subreaper, without ``apart_from`` and their descendants.
+    """Return this subreaper's living descendants, except the processes ``apart_from`` and their descendants.
 
     A descendant may be missing for a moment while another ends. An empty result is certain, because the slower
     list of all processes of the machine is read before it.
@@ -240,7 +240,7 @@ class StoppedChildren:
         self._next_seconds = 0.0
 
     def continue_them(self) -> None:
-        """Continue the children that the last search found stopped, and search again; at most once a second."""
+        """Send SIGCONT to the children that the last search found stopped; search again, at most once a second."""
         if time.monotonic() >= self._next_seconds:  # a pause of the whole job also stops this process
             self._next_seconds = time.monotonic() + STOPPED_SECONDS
             send(self._seen, signal.SIGCONT)
@@ -275,7 +275,7 @@ def user_of(pid: int) -> str:
 
 
 def end_descendants(spared: Collection[int]) -> list[ProcessKey]:
-    """End all descendants except ``spared`` and their children; return the processes that SIGKILL did not end."""
+    """Send SIGTERM, then SIGKILL to all descendants except the trees of ``spared``; return which still live."""
     if not _living(spared):
         return []
     terminate(_living(spared))

@@ -160,7 +160,7 @@ def start_thread(thread: Thread) -> None:
 
 
 def thread_shortage() -> int:
-    """Return why no thread could start, as an error number: ENOMEM if address space is short, else EAGAIN."""
+    """Return the error number for a failed thread start: ENOMEM if address space was too small, else EAGAIN."""
     limit, stack = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -169,7 +169,7 @@ def thread_shortage() -> int:
 
 
 class Answer(NamedTuple):
-    """The output of a program that was run, and its exit code."""
+    """The result of a program that poprun ran: its output and exit code, or why it could not run."""
 
     text: str  # its output on both streams; or why the program could not run
     code: int | None  # its exit code, negative for a signal; None if it could not run or took too long
@@ -193,7 +193,7 @@ def answers_of(
 
 
 def _ask(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple[int, int]:
-    """Start a program; return its id and the descriptor of its output, or an answer with the error."""
+    """Start a program; return its id and its output's descriptor, or an `Answer` why it could not start."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)
     try:
