@@ -148,7 +148,7 @@ def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed
 
 
 def _holders(processes: str, card: str) -> Iterator[int]:
-    """Yield the ids of the processes that use the Intel card ``card``, except xpu-smi's own processes."""
+    """Yield the ids in xpu-smi's list ``processes`` that use the card ``card``, without xpu-smi's processes."""
     for line in processes.splitlines():
         cells = line.split()
         if len(cells) < len(("id", "command", "card", "shared", "memory")) or not cells[0].isdecimal():

@@ -47,12 +47,12 @@ class Maker:
 
     @property
     def source(self) -> str:
-        """The name of the command, or of the folder, from which poprun gets the list of the maker's GPUs."""
+        """The command, or else the folder of files, from which poprun gets the list of the maker's GPUs."""
         return self.commands[0][0] if self.commands else self.patterns[0].partition("/*")[0]
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """The environment variables that hide GPUs from a program; the runtime reads the last ones first."""
+        """All variables that hide GPUs from a program: the maker's main variable, aliases, and outer variables."""
         return (self.mask, *self.aliases, *self.outer_masks)
 
     def is_slice(self, name: str) -> bool:

@@ -75,7 +75,7 @@ def _called(word: str, devices: Sequence[Listed], maker: Maker) -> list[Listed]:
 
 
 def _masks_of_others(maker: Maker, environment: Mapping[str, str]) -> list[str]:
-    """Return an error text if a variable hides only GPUs of another maker, which has no effect; else []."""
+    """Return a list with an error if a variable hides only another maker's GPUs, without effect here; else []."""
     foreign = (name for other in MAKERS.values() for name in other.masks if name not in maker.masks)
     name = next((name for name in foreign if environment.get(name, "")), None)
     if name is None:
