@@ -24,7 +24,7 @@ class GroupMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The report of one instance at one moment: when it called collectives and ended steps, and totals so far."""
+    """One report of an instance: when it called collectives and ended steps, and totals since its start."""
 
     at_seconds: float  # monotonic time at which poprun received the report
     groups: Mapping[str, GroupMoments]
@@ -134,13 +134,13 @@ def measure_window(
 
 
 def _mean_gap(arrivals: Sequence[Arrivals]) -> float:
-    """Return the mean seconds between two collectives; used for a program whose steps are not counted."""
+    """Return the mean time in seconds between two collectives, for a program whose steps are not counted."""
     ends = [max(it.values()) for it in arrivals]
     return fmean(after - before for before, after in pairwise(ends)) if len(ends) > 1 else 0.0
 
 
 def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[list[Arrivals]]:
-    """Return the collectives grouped by step, without partial steps; each alone if the steps are not counted."""
+    """Return a list of collectives for each whole step; if steps are not counted, for each collective alone."""
     if not any(look.step_ends for look in looks.values()):
         return [[arrival] for arrival in arrivals]
     cycles: dict[int, list[Arrivals]] = {}
@@ -155,7 +155,7 @@ def _cycles(arrivals: Sequence[Arrivals], looks: Mapping[int, Look]) -> list[lis
 
 
 def last_of(arrivals: Arrivals) -> int:
-    """Return the index of the instance that called the collective last."""
+    """Return the index of the instance that was the last to call the collective with the times ``arrivals``."""
     return max(arrivals, key=lambda index: arrivals[index])
 
 

@@ -22,7 +22,7 @@ _MOST: Final = 1e300  # so that no sum of values is infinite
 
 
 class WindowedCurve:
-    """A measured quantity of one instance over time: the mean in each window of equal length."""
+    """A measured quantity of one instance over time: its mean in each window; all windows have the same length."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit  # such as ``1/s``; empty for none
@@ -63,8 +63,8 @@ class WindowedCurve:
             self.window_seconds *= 2
 
     def values(self, window_seconds: float) -> list[float | None]:
-        """Return the mean of the curve in each window of ``window_seconds``, which is 2^n times the length of the
-        curve's own windows; None for a window without a value.
+        """Return the mean of the curve in each window of ``window_seconds``: the curve's own window length, or
+        this length times a power of two; None for a window without a value.
         """
         sums, weights = self._sums, self._weights
         for _ in range(round(math.log2(window_seconds / self.window_seconds))):
@@ -73,7 +73,7 @@ class WindowedCurve:
 
 
 def _paired(values: "array[float]") -> "array[float]":
-    """Return the sum of each two neighbours in ``values``: of the items 0 and 1, 2 and 3, and so on."""
+    """Return the sums of the items 0 and 1, 2 and 3, and so on of ``values``, to double a curve's windows."""
     return array("d", (sum(values[index : index + 2]) for index in range(0, len(values), 2)))
 
 
@@ -89,7 +89,7 @@ class InstanceCurves:
         self._curve(name, unit).add(at_seconds, value)
 
     def add_total(self, name: str, unit: str, at_seconds: float, total: float) -> None:
-        """Add the present value of a growing total to the curve ``name``, which shows the growth per second."""
+        """Add the growth per second of ``total`` since the call before to the curve ``name``."""
         before_seconds, before = self._totals.get(name, (at_seconds, total))
         self._totals[name] = (at_seconds, total)
         if total >= before and at_seconds > before_seconds:
@@ -115,7 +115,7 @@ class InstanceCurves:
 
 
 def _read_line(line: str) -> tuple[float, dict[str, float]]:
-    """Return time and numbers in ``line``, one line of a program's report; no numbers if it is malformed."""
+    """Return the time, and the numbers by name, in ``line`` from a program; 0.0 and {} if it is malformed."""
     try:
         at_seconds, numbers = json.loads(line)
         return float(at_seconds), {str(name): float(value) for name, value in numbers.items()}
@@ -158,7 +158,7 @@ class JobCurves:
 
 
 def count_steps(status: InstanceStatus) -> int:
-    """Return the number of steps that a program has made: counted optimizer steps, or else reported steps."""
+    """Return the number of a program's steps: counted optimizer steps or, if none were counted, reported steps."""
     if status.counters is not None and status.counters.num_optimizer_steps:
         return status.counters.num_optimizer_steps
     return 0 if status.progress is None else status.progress.num_steps or status.progress.step or 0
@@ -208,5 +208,5 @@ def _rounded(values: Sequence[float | None]) -> tuple[float | None, ...]:
 
 
 def _known(value: float | None) -> float | str | None:
-    """Return a finite number unchanged, and ``nan`` or ``inf`` as text, because JSON lacks these numbers."""
+    """Return ``value`` for JSON: a number or None unchanged, but ``nan`` and ``inf`` as text, which JSON lacks."""
     return value if value is None or math.isfinite(value) else str(value)

@@ -114,7 +114,7 @@ class Call:
 
     @property
     def kind(self) -> str:
-        """The parts of the call that must be equal on all ranks, as text: name, dtype and, for some, sizes."""
+        """The text that must be equal on all ranks: the call's name and dtype, for some collectives also sizes."""
         return str(self) if self.name.startswith(_SAME_SIZES) else f"{self.name}({', '.join(self.types[:1])})"
 
 
@@ -178,7 +178,7 @@ class InstanceEvidence:
 
 
 def read_evidence(event: Mapping[str, Any], before: InstanceEvidence | None = None) -> InstanceEvidence:
-    """Return the evidence in ``event``, a message of an agent; what the message lacks is taken from ``before``."""
+    """Return the evidence in an agent's message ``event``; fields that are missing come from ``before``."""
     try:
         return _read(event, before)
     except (PlanError, AttributeError, KeyError, TypeError, ValueError):
@@ -208,6 +208,6 @@ def _read(event: Mapping[str, Any], before: InstanceEvidence | None) -> Instance
 
 
 def _read_crash(text: str) -> Stacks:
-    """Return from a crash report the stack of the crashed thread, or of the main thread if C++ code crashed."""
+    """Return the crashed thread's stack from a crash report; all stacks if the crashed thread ran no Python."""
     _, current, thread = text.partition("Current thread")
     return read_stacks(current + thread.partition("\n\n")[0] if current else text, ())

@@ -56,7 +56,7 @@ def watch_gpus(
 
 
 class GpuWatch:
-    """A running tool of the GPUs' maker that prints the load of GPUs; the load becomes curves of instances."""
+    """A running tool of the GPUs' maker that prints the GPUs' load, which poprun adds to the instances' curves."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class GpuWatch:
                 self._curves.add_gpu(instance, name, reading.busy_share, reading.memory_bytes, now_seconds)
 
     def _holders(self, reading: GpuReading) -> Iterator[tuple[int, str]]:
-        """Yield each instance that uses the measured GPU, and the GPU's name in the instance's curves."""
+        """Yield each instance that uses the measured GPU, and the name of the instance's curves for this GPU."""
         index, uuid = reading.names
         for instance, devices in self._devices.items():
             if any(it == index or (it.startswith("GPU-") and uuid.startswith(it)) for it in devices):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """The identity of a job: its id, the number of restarts, its network and its leased devices."""
+    """The facts about a job that an attempt needs: its id, number of restarts, network and leased devices."""
 
     job_id: str  # the same for all instances and all attempts
     restart_count: int
@@ -24,8 +24,8 @@ class JobIdentity:
     open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
-        """Return the file descriptors to pass to an agent, which starts a program on its host: the program's
-        ``streams``, and the lock files of the job's leased devices; [] for an agent on another host.
+        """Return the file descriptors to send to an agent, which starts a program: ``streams``, the program's
+        standard streams, and the lock files of the job's leased devices; [] for an agent on another host.
         """
         if not streams:  # the agent is on another host, to which no descriptor can be sent
             return []
@@ -37,5 +37,5 @@ class JobIdentity:
         return replace(leased, devices=route.devices) if route is not None and route.devices else leased
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
-        """Return how to reach the host of instance ``index``; None if the job uses only this machine."""
+        """Return name and address of the host of instance ``index``; None if the job uses only this machine."""
         return None if self.network is None else self.network.hosts[plan.instance(index).host_index]

@@ -42,7 +42,7 @@ class Curve:
 
     @property
     def middle(self) -> tuple[float | None, ...]:
-        """The values of the curve; for a curve of many instances, the medians over the instances."""
+        """The values of one instance's curve, or the medians over the instances in a curve of many instances."""
         return self.values or self.median or ()
 
 
@@ -106,7 +106,7 @@ class AttemptRecord:
     curves: Mapping[Text, Curve] = field(default_factory=dict)  # of a job with many instances
 
     def curves_of(self, name: str) -> list[Curve]:
-        """Return the curves ``name`` of all instances; for a large job, the one curve that they share."""
+        """Return each instance's curve ``name``; in a large job, the one curve that stands for all instances."""
         curves = [it.curves[name] for it in self.instances if name in it.curves]
         return curves or ([self.curves[name]] if name in self.curves else [])
 

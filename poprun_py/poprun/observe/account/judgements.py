@@ -47,7 +47,7 @@ class Verdict:
         return self.places.get(instance, "")
 
     def at(self, instance: int) -> str:
-        """Return ``, at file:line``, the code where ``instance`` failed, to print behind a text; "" if unknown."""
+        """Return ``, at file:line`` for the code where ``instance`` failed, to append to a text; "" if unknown."""
         place = self.place_of(instance)
         return f", at {place}" if place else ""
 
@@ -70,14 +70,14 @@ class Slowness:
 
     @property
     def name(self) -> str:
-        """The name of what is slow, as text: an instance, the link of one host, or the network."""
+        """The name of the slow thing, to print: an instance, the network link of a host, or the whole network."""
         if self.instance is not None:
             return name_instances([self.instance]) + (f" (host {self.hosts[0]})" if self.hosts else "")
         return f"the link of host {self.hosts[0]}" if len(self.hosts) == 1 else "the network"
 
     @property
     def text(self) -> str:
-        """One line about the slowness, which begins with the slow instance or network."""
+        """One line about the slowness: what is slow, in which phase, since when, by how much, and why."""
         since = f"step {self.since_step}" if self.since_step else f"{self.since_seconds:.0f} s"
         until = "" if self.until_seconds is None else f" until {self.until_seconds:.0f} s"
         seconds = f"{self.delay_seconds * 1000:.0f} ms a step ({self.share:.0%})"

@@ -103,7 +103,7 @@ class Traceback:
 
     @property
     def is_a_launchers(self) -> bool:
-        """Whether the exception is a launcher's, and only reports that another process has failed."""
+        """Whether a launcher such as torchrun raised the exception, only to report another process's failure."""
         return bool(self.message) and self.message[0].startswith(_LAUNCHERS_ERRORS)
 
 
@@ -125,7 +125,7 @@ def last_words(tail: Sequence[str]) -> LastWords:
 
 
 def _open_groups(lines: Sequence[str]) -> list[str]:
-    """Return ``lines`` with exception groups as plain tracebacks; inner exceptions keep only their messages."""
+    """Return ``lines`` with exception groups made plain tracebacks; of inner exceptions only the messages stay."""
     opened = []
     for line in lines:
         tag = match[0] if (match := _RANK.match(line)) else ""
@@ -173,7 +173,7 @@ def _find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
 
 
 def _parse(lines: Sequence[str]) -> list[Traceback]:
-    """Return the tracebacks in the output of one process, each with the thread that raised the exception."""
+    """Return the tracebacks in one process's output, each with the thread or DataLoader worker that raised it."""
     tracebacks: list[Traceback] = []
     start = number = 0
     while number < len(lines):
@@ -237,7 +237,7 @@ def _frames(body: Sequence[str]) -> tuple[Frame, ...]:
 
 
 def _message(lines: Sequence[str], start: int) -> tuple[str, ...]:
-    """Return the lines of an exception's message: the line ``start``, and the next lines that belong to it."""
+    """Return the lines of an exception's message, from the line ``start`` until a line of other output."""
     end = start + 1
     while end < len(lines) and not _is_other(lines[end]):
         end += 1
@@ -273,7 +273,7 @@ def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback 
 
 
 def _condense(traceback: Traceback, tracebacks: Sequence[Traceback], max_lines: int) -> list[str]:
-    """Return at most ``max_lines`` lines of a traceback for a report: an earlier exception, calls, the message."""
+    """Return a traceback in at most ``max_lines``: the exception that led to it, its calls and its message."""
     same = [other for other in tracebacks if other.rank == traceback.rank]
     first = at = same.index(traceback)
     while first > 0 and same[first].link:
@@ -297,7 +297,7 @@ def _summary(traceback: Traceback) -> str:
 
 
 def _first_words(traceback: Traceback) -> str:
-    """Return the first line of an exception's message; after a heading such as ``Error:``, also the next."""
+    """Return the first line of an exception's message; if this line ends with a colon, also the next line."""
     lines = [line.strip() for line in traceback.message if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
@@ -344,7 +344,7 @@ def _left_out(num_calls: int) -> list[str]:
 
 
 def _last_lines(lines: Sequence[str]) -> list[str]:
-    """Return the last lines of an output without a traceback; of a progress bar, only its last state."""
+    """Return the last lines, or the abort message, of output without traceback; of a progress bar one line."""
     aborts = [number for number, line in enumerate(lines) if _ABORT.match(line)]
     kept: list[str] = []
     for line in lines[aborts[-1] :] if aborts else lines:

@@ -17,12 +17,12 @@ _MILLISECONDS: Final = 1000.0
 
 
 def read_counters(pid: int) -> dict[str, float]:
-    """Return totals of the kernel's counters, such as seconds of throttling, for the process ``pid``, by name."""
+    """Return the kernel's counters for the process ``pid``, such as seconds of throttling: totals by name."""
     return {name: total for reader in READERS for name, total in reader(pid).items()}
 
 
 def read_heat(_pid: int, root: str = _CPUS) -> dict[str, float]:
-    """Return the mean seconds for which a core was throttled for heat; {} if the kernel does not count them."""
+    """Return ``heat_seconds``, the mean time of a core's throttling for heat; {} if the kernel lacks it."""
     totals = []
     for cpu in range(_num_cpus(root)):
         folder = f"{root}/cpu{cpu}/thermal_throttle"

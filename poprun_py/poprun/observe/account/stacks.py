@@ -29,7 +29,7 @@ ReadLine = Callable[[str, int], str]  # the source of a file's line, or an empty
 
 
 def read_lines(evidence: Iterable[InstanceEvidence]) -> ReadLine:
-    """Read the source lines of the stacks; return a function from file and line to text, "" if unreadable."""
+    """Read the source lines on the stacks; return a function of file and line; it returns "" for unread lines."""
     # a program often hangs because of the file system that its source lies on, so a thread reads
     places = {(frame.file, frame.line) for known in evidence for frame in known.frames}
     own_first = sorted(places, key=lambda place: (bool(LIBRARY.search(place[0])), place))
@@ -75,7 +75,7 @@ def collective_of(stacks: Stacks) -> str:
 
 
 def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """Return the main thread's stack ``main`` without its last calls, if they belong to the backend popdist."""
+    """Return the main thread's stack ``main``; if its last calls are in the backend popdist, without these."""
     end = len(main)
     while end and _OF_PYTHON.search(main[end - 1].file):
         end -= 1

@@ -51,7 +51,7 @@ class MemoryCurve:
     gap_seconds: float = 0.0  # the least time between two kept samples, except before the last sample
 
     def after(self, at_seconds: float, num_bytes: int) -> Self:
-        """Return the curve with one more sample of memory; if this makes too many, drop some old samples."""
+        """Return the curve with a new sample of memory; drop samples that are too close together or too many."""
         before = self.samples
         is_last_kept = len(before) < 2 or before[-1][0] - before[-2][0] >= self.gap_seconds
         samples = (*(before if is_last_kept else before[:-1]), (at_seconds, num_bytes))
@@ -162,7 +162,7 @@ class InstanceStatus:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the instance failed by itself; an end that poprun asked for is no failure."""
+        """Whether the instance failed by itself; its exit code does not count if poprun stopped the instance."""
         return bool(self.problem) or (not self.was_stopped and self.exit_code not in (0, None))
 
 
@@ -196,7 +196,7 @@ class JobSnapshot:
 
 
 def name_with_place(instances: Sequence[int], parallelism: Parallelism) -> str:
-    """Return ``instances`` as text, with the part of a replica (stage, shard) that all of them have in common."""
+    """Return ``instances`` as text, and the stage or shard of a replica, if all of them have the same one."""
     common = parallelism.describe(instances)
     return f"{name_instances(instances)} ({common})" if common else name_instances(instances)
 

@@ -26,7 +26,7 @@ _PART_OF: Final = {"forward": "compute", "backward": "compute", "optimizer": "co
 
 
 def split_time(elapsed_seconds: float, counters: PhaseCounters, waiting_seconds: float = 0.0) -> dict[str, float]:
-    """Return the seconds of a program in each phase; ``waiting_seconds`` count as waiting, not as communication.
+    """Return a program's seconds in each phase; ``waiting_seconds`` of communication count as waiting instead.
 
     Time before the sampler's start counts as "start". In the backward pass of DistributedDataParallel a program
     waits in C++, so a backward pass without processor time counts as communication or waiting.
@@ -63,8 +63,8 @@ class JobTime:
 
 
 def find_job_time(attempts: Sequence[AttemptRecord]) -> JobTime:
-    """Return the elapsed time of a job over all ``attempts``, and for each instance how many seconds of this time
-    belong to each of the ``PARTS``, such as data, compute and communication.
+    """Return the elapsed time of a job over all ``attempts``, and the seconds of this time that each instance
+    spent in each of the ``PARTS``, such as data, compute and communication.
     """
     times = [dict.fromkeys(PARTS, 0.0) for _ in attempts[0].instances]
     began = offsets(attempts)
@@ -85,7 +85,7 @@ def offsets(attempts: Sequence[AttemptRecord]) -> list[float]:
 
 
 def _parts(attempt: AttemptRecord, instance: InstanceRecord, start: str) -> Iterator[tuple[str, float]]:
-    """Yield name and seconds of each part of an instance's time in an attempt; ``start`` names the first part."""
+    """Yield name and seconds of each part of an instance's time; the time before it ran counts as ``start``."""
     whole, before = attempt.duration_seconds, instance.began_seconds
     if before is None:  # the instance never ran
         yield start, whole
