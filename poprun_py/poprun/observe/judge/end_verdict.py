@@ -93,7 +93,9 @@ def find_verdict_of_end(
 
 
 def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -> Verdict:
-    """Return who is at fault in a job that hung and then ended: ``of_hang``, or ``of_end`` if it explains both."""
+    """Return the verdict of a job that hung and then ended: ``of_end`` if the instances that it blames are also at
+    fault for the hang, and one of them printed an error of its own; otherwise ``of_hang``.
+    """
     culprits = of_end.culprits
     is_another = bool(of_hang.culprits) and not set(culprits) <= set(of_hang.culprits)
     if is_another or not any(_has_own_words(words.get(it)) for it in culprits):
@@ -107,7 +109,7 @@ def combine(of_hang: Verdict, of_end: Verdict, words: Mapping[int, LastWords]) -
 def awaits_culprit(
     failed: Mapping[int, InstanceStatus], tails: Mapping[int, Sequence[str]], now_seconds: float
 ) -> bool:
-    """Whether all ``failed`` instances only lost another instance, whose own failure poprun may hear of soon.
+    """Whether poprun should wait for another failure, because all ``failed`` instances only lost an instance.
 
     The connections of a process close before the process has ended, so an instance that lost a peer may end before
     the peer. ``tails`` are the last lines of each instance; without these lines poprun does not wait.
@@ -169,7 +171,7 @@ def _blame(
 
 
 def _has_same_message(stopped: LastWords | None, last: LastWords) -> bool:
-    """Whether a program that poprun ``stopped`` had already failed with the message ``last`` of another."""
+    """Whether ``stopped``, the last words of a program that poprun stopped, show the same error as ``last``."""
     if stopped is None or not _has_own_words(stopped):
         return False
     return without_numbers(stopped.summary) == without_numbers(last.summary)
@@ -209,7 +211,7 @@ def _different_ends(
     words: Mapping[int, LastWords],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict:
-    """Return the verdict of a job that ended because instances had called different collectives."""
+    """Return the verdict of an end after different collectives: who called which, and the minority at fault."""
     instances_by_call = next(
         (by_call for it in words.values() if len(by_call := _instances_by_call(it.lines)) > 1), {}
     ) or _ranks_by_model(words)
@@ -238,7 +240,7 @@ def _different_ends(
 
 
 def _at_other_line(verdict: Verdict, statuses: Sequence[InstanceStatus]) -> tuple[int, ...]:
-    """Return the few instances that ended at another line of code than most; () if a line is unknown."""
+    """Return the few instances that ended at another line of code than the others; () if none, or if unknown."""
     parts: dict[str, list[int]] = {}
     for status in statuses:
         parts.setdefault(verdict.place_of(status.index), []).append(status.index)
@@ -256,8 +258,8 @@ def _ranks_by_model(words: Mapping[int, LastWords]) -> dict[str, list[int]]:
 
 
 def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
-    """Return ``queue``, the calls of one collective, with the call of an instance that gloo aborted and that
-    therefore left no record: gloo aborts a process that receives too many bytes, so its call is the smaller one.
+    """Return ``queue``, the calls of one collective, with one more call: of an instance that gloo aborted, because
+    it received too many bytes, before its call was recorded. This call is the smaller one.
     """
     aborted = [index for index, it in words.items() if _TOO_LONG in _last_lines(it) and index not in queue.calls]
     by_size = sorted(queue.calls.values(), key=lambda call: call.num_bytes)
@@ -272,7 +274,7 @@ def _has_other_model(last: LastWords) -> bool:
 
 
 def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
-    """Return the first collective that two programs called differently, with all calls; None if there is none."""
+    """Return the calls of the first collective whose name or tensors differ between programs; None if none do."""
     for name in dict.fromkeys(group.name for known in evidence.values() for group in known.groups):
         groups = {index: group for index, known in evidence.items() if (group := known.group(name)) is not None}
         for number in sorted({call.number for group in groups.values() for call in group.calls}):
@@ -284,7 +286,7 @@ def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:
 
 
 def _last_call(known: InstanceEvidence | None) -> str:
-    """Return the name of the last collective that an instance called, from its records or its stack."""
+    """Return as text the last collective that an instance called, from its records or else its crash stack."""
     known = known or InstanceEvidence()
     calls = [call for group in known.groups for call in group.calls]
     if calls:
@@ -293,7 +295,7 @@ def _last_call(known: InstanceEvidence | None) -> str:
 
 
 def _instances_by_call(lines: Iterable[str]) -> dict[str, list[int]]:
-    """Return the instances that made each call, from the ``lines`` of popdist's error about different calls."""
+    """Return for each different call its instances, parsed from ``lines`` of popdist's error about the calls."""
     matches = [match for line in lines if (match := _LINE_OF_CALL.fullmatch(line))]
     return {match[2]: [int(number) for number in re.findall(r"\d+", match[1])] for match in matches}
 

@@ -71,7 +71,7 @@ class Findings:
 
 
 def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
-    """Return which resource the job's launcher lacked, such as processes, and what to do; "" if it lacked none.
+    """Return which resource the launcher lacked, such as processes, and the cure; "" if its output shows none.
 
     A launcher that cannot start a thread may lack a process, or address space for the thread's stack. If
     ``limits`` limit the address space, the text names both.
@@ -87,7 +87,7 @@ def find_shortage(launcher_output: Sequence[str], limits: MemoryLimits) -> str:
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
-    """Return why an instance ``failed``, if its host shows a reason such as lack of memory; "" if it does not."""
+    """Return the likely reason for the failure ``failed`` on its host, such as lack of memory; "" if unknown."""
     limits = evidence.limits
     if failed.problem in (SHIM_KILLED, RUNTIME_KILLED):  # the end of the program then shows no reason
         return ""

@@ -64,7 +64,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 def find_idle(
     statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float, *, are_known: bool = False
 ) -> Hang | None:
-    """Return the hang of programs that report no waits, found from their stacks; None if one is not measured.
+    """Return the hang, found from stacks, of programs that do not report waits; None if one is not measured.
 
     ``calls`` are the collectives in which the instances stand. Without any call the hang is only suspected; but if
     ``are_known`` says that all instances were asked, the hang is a standstill.
@@ -98,7 +98,7 @@ def find_idle(
 
 
 def _seconds_since(changed_at_seconds: float | None, status: InstanceStatus, since_seconds: float) -> float:
-    """Return the seconds from an instance's last change, or ``since_seconds``, to its last measurement."""
+    """Return how long an instance had not changed at its last measurement, at most since ``since_seconds``."""
     measured_at_seconds = status.usage.at_seconds if status.usage is not None else 0.0
     return measured_at_seconds - max(changed_at_seconds or 0.0, since_seconds)
 
@@ -109,7 +109,7 @@ def _changed_at_seconds(status: InstanceStatus) -> float:
 
 
 def _takes_part(index: int, progress: Progress) -> bool:
-    """Whether the instance ``index`` is a member of the collective in which the program of ``progress`` waits."""
+    """Whether instance ``index`` belongs to the collective in which the program with ``progress`` waits."""
     runs = progress.member_runs
     return not runs or any(first <= index <= last for first, last in runs)
 
@@ -158,7 +158,7 @@ class HangWatch:
         self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
 
     def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Record from stacks in which collective each instance waits, except instances that compute."""
+        """Record in which collective, by its stack, each instance waits; leave out instances that compute."""
         self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
         self._asked_at_seconds = now_seconds
         self.hang, self.is_told = None, False

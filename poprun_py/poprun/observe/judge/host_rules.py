@@ -54,7 +54,7 @@ def find_growth(host: str, here: Sequence[InstanceStatus]) -> HostFinding | None
 
 
 def growth_rate(curve: MemoryCurve) -> float:
-    """Return the bytes per second by which memory grew in the last two thirds of ``curve``; 0 if unsteadily."""
+    """Return by how many bytes per second memory grew in the last two thirds of ``curve``; 0 if not steadily."""
     if not curve.samples:
         return 0.0
     first, last = curve.samples[0][0], curve.samples[-1][0]

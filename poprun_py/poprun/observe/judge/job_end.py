@@ -84,7 +84,7 @@ class JobEnd:
 
     @property
     def has_joined(self) -> bool:
-        """Whether a program has called popdist, or has initialized JAX by itself."""
+        """Whether any of the job's programs has called popdist, or has started JAX by itself."""
         pages = [status.progress for status in self.statuses if status.progress is not None]
         return any(page.has_joined or page.uses_jax for page in pages)
 
@@ -96,12 +96,12 @@ def num_lone(statuses: Sequence[InstanceStatus]) -> int:
 
 
 def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
-    """Return the status of the instance that failed first; None if no instance failed."""
+    """Return the status of the failed instance that is first by :func:`order_of_failure`; None if none failed."""
     return min((status for status in statuses if status.has_failed), key=order_of_failure, default=None)
 
 
 def order_of_failure(status: InstanceStatus) -> tuple[int, float]:
-    """Return a sort key for failures: lost hosts, then programs, then processes of poprun; each by time."""
+    """Return a sort key for failures: lost hosts first, then programs, then poprun's own processes; by time."""
     return _ORDER_OF_PROBLEMS.get(status.problem, 0), status.exited_at_seconds or 0.0
 
 
@@ -115,7 +115,7 @@ def failure_at_fault(end: JobEnd) -> InstanceStatus | None:
 
 
 def has_left(end: JobEnd) -> bool:
-    """Whether the first program that failed ended with 143: it saved its state after SIGTERM, and then ended."""
+    """Whether the first failed program ended with 143, which means that it saved its state after SIGTERM."""
     failed = first_failure(end.statuses)
     return failed is not None and failed.exit_code == _LEFT and not failed.problem and not failed.was_stopped
 
@@ -128,7 +128,7 @@ def failed_while_leaving(end: JobEnd) -> InstanceStatus | None:
 
 
 def exit_code(end: JobEnd) -> int:
-    """Return the exit code of poprun after an attempt that ended like ``end``."""
+    """Return the exit code with which poprun ends after an attempt with the end ``end``."""
     failed = failure_at_fault(end)
     if end.is_timed_out:
         return _TIMED_OUT
@@ -153,7 +153,7 @@ def exit_code(end: JobEnd) -> int:
 
 
 def _code_of_leaving(end: JobEnd) -> int:
-    """Return the exit code of poprun if somebody asked poprun to end the job."""
+    """Return poprun's exit code after a request to end: of a failure, 0 if all ended well, else SIGTERM's code."""
     if (failed := failed_while_leaving(end)) is not None:
         return failed.exit_code or 0
     ended_well = end.has_started and all(status.exit_code == 0 for status in end.statuses)

@@ -35,7 +35,7 @@ def reason_to_end(ends: Sequence[JobEnd]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The failure of the first instance that is at fault for the end of an attempt."""
+    """The failure that ended an attempt: the verdict, the status and last lines of the first instance at fault."""
 
     verdict: Verdict
     status: InstanceStatus
@@ -47,7 +47,7 @@ class _Failure:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps of the failed instance: reported steps, or counted steps if they are more."""
+        """The number of steps that the failed instance has made: the larger one of counted and reported steps."""
         progress = self.status.progress
         return 0 if progress is None else max(progress.num_steps, progress.step or 0)
 
@@ -58,7 +58,7 @@ class _Failure:
 
 
 def _failure(end: JobEnd) -> _Failure | None:
-    """Return the failure at fault for an attempt's end; None if unknown, or if a machine may be at fault."""
+    """Return the failure that ended an attempt; None if the cause is unknown, or may lie in a machine."""
     findings = end.findings or Findings()
     verdict = findings.verdict
     if not verdict.culprits or verdict.cause in _FROM_OUTSIDE:

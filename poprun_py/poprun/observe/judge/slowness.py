@@ -66,8 +66,8 @@ def find_slowness(windows: Sequence[Window], trip_seconds: float = 0.0) -> Slown
 
 
 def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | None, tuple[str, ...]]:
-    """Return the instance that is late in some steps, but not in most, with its mean delay, and a text how often
-    it is late; None and () if there is no such instance.
+    """Return the instance that is late in some steps, but not in most, with its mean delay in seconds, and texts
+    on how often it is late; None and () if there is no such instance.
 
     Instances that are late by chance are late in turns, so the probability of many late steps of one instance is
     the probability of coin tosses. Windows in which most steps are late do not count.
@@ -96,7 +96,7 @@ def _find_late_steps(windows: Sequence[Window]) -> tuple[tuple[int, float] | Non
 
 
 def _find_latest(windows: Sequence[Window], trip_seconds: float) -> tuple[int, float] | None:
-    """Return the instance that is late in each of the last periods, and its mean delay; None if there is none."""
+    """Return the instance that was late in each recent period, and its mean delay in seconds; None if none was."""
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS or any(window.delays.keys() != last[0].delays.keys() for window in last):
         return None
@@ -127,7 +127,7 @@ def _works_longer(windows: Sequence[Window], instance: int, delay_seconds: float
 
 
 def has_ended(slowness: Slowness, windows: Sequence[Window]) -> bool:
-    """Whether a slow instance is fast again: its recent delay is less than half of the earlier delay."""
+    """Whether the slow instance is fast again: its mean delay now is less than half of the recorded delay."""
     if slowness.instance is None:
         return False
     last = windows[-(slowness.num_windows // 2) :]
@@ -187,7 +187,7 @@ def _communication(window: Window) -> float:
 
 
 def _shared_delay(windows: Sequence[Window], instance: int) -> float:
-    """Return how much of an instance's delay per step is chance, because all instances share too few cores."""
+    """Return the part of an instance's delay per step, in seconds, that comes from waits for shared cores."""
     more = _more(windows, instance, "run_delay")
     own = sum(window.totals[instance]["run_delay"] for window in windows)
     is_shared = own - more >= own / 2  # most other instances wait for a core nearly as long
@@ -195,7 +195,7 @@ def _shared_delay(windows: Sequence[Window], instance: int) -> float:
 
 
 def _certainty(windows: Sequence[Window], instance: int) -> float:
-    """Return how certain it is that ``instance`` is the latest: its mean lead, divided by the standard error."""
+    """Return the mean lead of ``instance`` over the second latest instance, in standard errors of the mean."""
     leads = [
         delays.get(instance, 0.0) - max(late for index, late in delays.items() if index != instance)
         for window in windows
@@ -213,7 +213,7 @@ def _leads(delays: Mapping[int, float], instance: int, least_seconds: float) -> 
 
 
 def find_pause(window: Window) -> tuple[int, str, float] | None:
-    """Return the instance that saved or validated while the others waited, the phase and seconds; None if none."""
+    """Return who saved or validated while others waited, in which phase and for how many seconds; None if none."""
     for index in window.delays:
         saving = _excess([window], index)["checkpoint"] * window.num_steps
         validating = _more([window], index, "long_forward")
@@ -225,7 +225,7 @@ def find_pause(window: Window) -> tuple[int, str, float] | None:
 
 
 def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
-    """Return for each phase how many seconds of a step it takes longer on ``instance`` than on most others."""
+    """Return by phase how many seconds more per step ``instance`` takes than the median of the other instances."""
     excess = {}
     for phase in (*_OWN_PHASES, "backward"):
         means = {
@@ -236,7 +236,7 @@ def _excess(windows: Sequence[Window], instance: int) -> dict[str, float]:
 
 
 def find_phase(windows: Sequence[Window], instance: int) -> str:
-    """Return the phase, such as ``data``, in which a slow instance loses the most time.
+    """Return the phase in which a slow instance loses most time, such as ``data``, compared with the others.
 
     If the other instances wait in their backward passes, a slow backward pass looks short. Its delay is then the
     delay that no other phase explains. This rest contains all errors, so it must be clearly larger.
@@ -278,6 +278,6 @@ def waits_for_workers(windows: Sequence[Window], instance: int) -> bool:
 
 
 def _more(windows: Sequence[Window], instance: int, name: str) -> float:
-    """Return by how much the total ``name``, such as gc, of ``instance`` exceeds the other instances' median."""
+    """Return by how much the total ``name`` of ``instance``, such as gc seconds, exceeds the others' median."""
     totals = {index: sum(window.totals[index][name] for window in windows) for index in windows[0].totals}
     return totals[instance] - median(total for index, total in totals.items() if index != instance)

@@ -73,7 +73,7 @@ def find_verdict_of_hang(
 def _find_outside_of_calls(
     verdict: Verdict, hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict | None:
-    """Return who is at fault if instances wait for a file's lock, or stand still outside of calls; else None."""
+    """Return the verdict if instances wait for a file lock, or stand still but in no collective; None if not."""
     outside = {*hang.absent, *hang.standing}  # a helper of a waiting instance may wait for a lock by chance
     if any(known.awaited_locks for index, known in evidence.items() if index in outside):
         return _blame_lock(verdict, outside, evidence, read_line)
@@ -103,7 +103,7 @@ def _blame_lock(
 def _blame_standing(
     verdict: Verdict, standing: Sequence[int], evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> Verdict:
-    """Return the verdict on instances that stand still: where each is, and who waits for an ended child."""
+    """Return the verdict on the instances ``standing`` still: where each is, and which wait for an ended child."""
     by_line: dict[str, list[int]] = {}
     details = []
     culprits = []
@@ -130,7 +130,7 @@ def _waits_unreported(known: InstanceEvidence | None) -> bool:
 def _left_to_finalize(
     hang: Hang, evidence: Mapping[int, InstanceEvidence], read_line: ReadLine
 ) -> tuple[int, ...]:
-    """Return the instances in MPI_Finalize for which the other instances wait in a call; () if there are none."""
+    """Return the instances that wait in MPI_Finalize while the other instances wait in a call; () if none do."""
     if set(hang.waiting) != {FINALIZE} or not hang.absent:
         return ()
     known = [evidence.get(index, InstanceEvidence()) for index in hang.absent]
@@ -150,8 +150,8 @@ def _blame_lone(
     waiting: Mapping[int, str],
     evidence: Mapping[int, InstanceEvidence],
 ) -> Verdict | None:
-    """Return the verdict if some instances wait for a message, or search torch's store, while the others wait in a
-    collective; None if this is not so.
+    """Return the verdict that few instances are at fault, because they wait for a message, or search torch's
+    store, while the others wait in a collective; None if this is not so.
     """
     culprits: tuple[int, ...] = ()
     details: tuple[str, ...] = ()
@@ -184,8 +184,8 @@ _WITH_ROOT: Final = ("broadcast", "reduce(", "gather(", "scatter(")
 
 
 def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
-    """Return the verdict if all instances wait: in different process groups, with tensors of different sizes, or
-    for an unknown reason.
+    """Return the verdict of a hang in which every instance waits: the instances wait in different process groups,
+    have passed tensors of different sizes, or wait for an unknown reason.
     """
     for queue in queues:
         if not queue.behind and len({call.sizes for call in queue.calls.values()}) > 1:
@@ -201,7 +201,7 @@ def _blame_order(verdict: Verdict, queues: Sequence["Queue"]) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """The instances of a process group that wait in one collective for other members of the group."""
+    """One collective of a process group: who waits in it, with which calls, and who has not called it yet."""
 
     name: str
     number: int  # number of the collective in which the instances wait
@@ -240,7 +240,7 @@ def _of_group(name: str) -> str:
 def _queues(
     waiting: Mapping[int, str], statuses: Sequence[InstanceStatus], evidence: Mapping[int, InstanceEvidence]
 ) -> list[Queue]:
-    """Return for each process group the instances that wait in it, ordered by the time of the first wait."""
+    """Return a :class:`Queue` for each process group in which instances wait, ordered by the first wait's time."""
     pending: dict[str, dict[int, GroupRecord]] = {}
     for index, known in evidence.items():
         group = _group_waited_in(known) if index in waiting else None
@@ -251,7 +251,7 @@ def _queues(
 
 
 def _group_waited_in(known: InstanceEvidence) -> GroupRecord | None:
-    """Return the process group of a program's earliest call that has not ended; None if all have ended."""
+    """Return the record of the process group whose open call began first; None if a program has no open call."""
     open_groups = [group for group in known.groups if group.pending is not None]
     return min(open_groups, key=lambda group: group.pending.begin_ns if group.pending else 0, default=None)
 
@@ -319,7 +319,9 @@ def _blame_absent(
     evidence: Mapping[int, InstanceEvidence],
     read_line: ReadLine,
 ) -> Verdict:
-    """Return the verdict that the ``absent`` instances are at fault: they run own code, or wait for a helper."""
+    """Return the verdict that the ``absent`` instances are at fault, because they run their own code, or wait for
+    a stuck DataLoader worker, while other instances wait for them in a collective.
+    """
     details = [] if queue is None else [queue.describe()]
     cause, places = Cause.ABSENT, dict(verdict.places)
     for index in absent:
@@ -360,7 +362,7 @@ def _blame_early(verdict: Verdict, ended: Sequence[int], queue: Queue | None, ha
 def blame_ends(
     verdict: Verdict, ended: Sequence[int], others: Sequence[int], details: Sequence[str], advice: str
 ) -> Verdict:
-    """Return the verdict that the ``ended`` instances are at fault, or, if these are most, the ``others``."""
+    """Return the verdict that the ``ended`` instances are at fault; ``others`` if more than half have ended."""
     verdict = replace(verdict, details=tuple(details), advice=advice)
     if 2 * len(ended) <= len(ended) + len(others):
         return replace(verdict, cause=Cause.EARLY_END, culprits=tuple(ended), victims=tuple(others))
@@ -378,7 +380,7 @@ def place_text(frame: StackFrame) -> str:
 
 
 def latest_own_frame(known: InstanceEvidence) -> StackFrame | None:
-    """Return the latest call in the user's code on an instance's stack, or at its crash; None if none."""
+    """Return the latest call in the user's code on an instance's crash stack, or else its stack; None if none."""
     return own_frame(known.crash.main) or own_frame(known.stacks.main)
 
 
@@ -393,7 +395,7 @@ def _is_loading(known: InstanceEvidence) -> bool:
 
 
 def stuck_helper(known: InstanceEvidence) -> Helper | None:
-    """Return the stuck DataLoader worker that the main thread waits for; None if no worker is stuck."""
+    """Return a DataLoader worker, in user code or held up, that the main thread waits for; None if none is."""
     if not known.helpers or not _is_loading(known):
         return None
     return next(

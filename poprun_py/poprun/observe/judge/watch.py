@@ -49,7 +49,7 @@ class LookRound:
         return now_seconds - self._asked_at_seconds >= PERIOD_SECONDS
 
     def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
-        """Begin to wait for all answers; ``ahead_seconds``: how far each instance's clock is ahead of poprun's."""
+        """Begin a round; ``ahead_seconds``: how far the clock of each asked instance is ahead of poprun's."""
         self._ahead_seconds, self._looks = ahead_seconds, {}
         self._unanswered, self._asked_at_seconds = set(ahead_seconds), now_seconds
 
@@ -70,7 +70,7 @@ class LookRound:
                 self.stuck_workers[instance] = f"worker {helper.pid} is at {frame.file}:{frame.line}"
 
     def finish(self, now_seconds: float) -> dict[int, Look]:
-        """Return the answers by instance, if all have answered or the time is over; else {}."""
+        """Return the answers by instance once all have arrived or the time limit is over; {} before then."""
         is_late = now_seconds - self._asked_at_seconds >= _ANSWER_SECONDS
         if not self._looks or (self._unanswered and not is_late):
             return {}
@@ -97,12 +97,12 @@ class PerformanceWatch:
 
     @property
     def lasting(self) -> Slowness | None:
-        """The slow instance, as long as it is slow; None if no instance is slow now."""
+        """The slowness that has not ended yet; None if no instance is slow now."""
         return self.slowdowns[-1] if self.slowdowns and self.slowdowns[-1].until_seconds is None else None
 
     @property
     def all_slowdowns(self) -> list[Slowness]:
-        """All slow instances so far; a slow link between hosts, if there is one, comes first."""
+        """Every slowness of an instance so far, in order; before them the slow network link, if there is one."""
         return [*([self.slow_link] if self.slow_link else []), *self.slowdowns]
 
     def note_links(self, round_trips: Mapping[str, float], own_host: str | None) -> list[str]:
@@ -133,7 +133,7 @@ class PerformanceWatch:
         return [] if is_first else self._add_window(window, looks)
 
     def _add_window(self, window: Window, looks: Mapping[int, Look]) -> list[str]:
-        """Add a measured period, unless it has a pause; return lines on an instance that is slow or fast again."""
+        """Record a measured period, or its pause; return lines about an instance that became slow or normal."""
         for index, seconds in window.waits.items():
             waited = seconds * window.num_steps
             self.waiting_seconds[index] = self.waiting_seconds.get(index, 0.0) + waited
