@@ -117,12 +117,12 @@ class _Speed:
 
     @property
     def noise(self) -> float:
-        """Half of the difference between the slowest and the fastest part, divided by the mean."""
+        """The relative noise: half the difference of the slowest and the fastest part, divided by the mean."""
         return (max(self.parts) - min(self.parts)) / 2 / self.seconds
 
 
 def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference:
-    """Return how the time of a step differs between two attempts, apart from waits for a processor core."""
+    """Return the change of a step's time between two attempts, without the change of waits for a processor."""
     speeds = _speeds(before, after)
     if speeds is None:
         return Difference(
@@ -157,7 +157,7 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
 
 
 def _judged(own: float, *, is_none: bool, is_hidden: bool) -> Change:
-    """Return whether a step became slower or faster, or neither; ``own`` is the relative change of its time."""
+    """Return how a step's time changed by ``own``: not if ``is_none``, or unknown if noise ``is_hidden``."""
     if is_none:
         return Change.UNKNOWN if is_hidden else Change.NONE
     return Change.SLOWER if own > 0 else Change.FASTER
@@ -169,7 +169,7 @@ def _length(seconds: float, form: str = ".4g") -> str:
 
 
 def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _Speed] | None:
-    """Return the name of the compared number, and both attempts' times of a step or sample; None if unknown."""
+    """Return which number both attempts measured, such as the time of a step, and its values; None if none."""
     for name, figure in _RATES.items():
         first, second = _speed_of(before, name), _speed_of(after, name)
         if first is not None and second is not None:
@@ -178,7 +178,7 @@ def _speeds(before: AttemptRecord, after: AttemptRecord) -> tuple[str, _Speed, _
 
 
 def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
-    """Return the time of a step, from an attempt's curve ``name``; None if the curve is missing or too short."""
+    """Return the time of a step in each part of an attempt, from its curves ``name``; None if too short."""
     windows = _training_windows(attempt.curves_of(name))
     ends = [len(windows) * number // NUM_PARTS for number in range(NUM_PARTS + 1)]
     rates = [fmean(rate for _, rate in windows[start:end]) for start, end in pairwise(ends) if start < end]
@@ -196,8 +196,8 @@ def _speed_of(attempt: AttemptRecord, name: str) -> _Speed | None:
 
 
 def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
-    """Return for each period of the curves in which the job made steps its end and the median rate of steps, but
-    leave out the first and the last such period.
+    """Return the end and the median rate of steps of each window of ``curves`` between the first and the last
+    window in which the job made steps.
     """
     if not curves:
         return ()
@@ -209,7 +209,7 @@ def _training_windows(curves: Sequence[Curve]) -> Sequence[tuple[float, float]]:
 
 
 def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Iterator[str]:
-    """Yield texts about the phases and instances that explain why a step became ``longer`` by these seconds."""
+    """Yield texts on which phases of which instances made a step ``longer`` by so many seconds."""
     first = {it.index: _step_phases(it) for it in before.instances}
     changes = {
         it.index: {phase: seconds - first[it.index].get(phase, 0.0) for phase, seconds in _step_phases(it).items()}
@@ -230,7 +230,7 @@ def _places(before: AttemptRecord, after: AttemptRecord, longer: float) -> Itera
 
 
 def _who(indices: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return a name for the instances ``indices``: all instances, a host if they are all of it, or numbers."""
+    """Return a text for ``indices``: all instances, a host if exactly its instances are meant, or numbers."""
     their_hosts = {hosts[index] for index in indices}
     if len(indices) == len(hosts):
         return "all instances"

@@ -30,7 +30,7 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = 5
 
     def log_message(self, *_: object) -> None:
-        """Log no request, because the log belongs to the job."""
+        """Log nothing, so that the server's HTTP requests do not appear among the job's output."""
 
 
 class _BoundedServer(ThreadingWSGIServer):
@@ -44,7 +44,7 @@ class _BoundedServer(ThreadingWSGIServer):
         super().__init__(*words)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request in a thread; if connections are too many, first close the oldest connection."""
+        """Answer a request in a new thread; at the limit of connections, first close the oldest connection."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError, IndexError):
                 [*self._opened][0].shutdown(socket.SHUT_RDWR)  # noqa: RUF015 - threads change the dict
@@ -53,13 +53,13 @@ class _BoundedServer(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection whose thread has ended, so that another client can connect."""
+        """Close the connection of an answered request, so that another client may connect."""
         super().shutdown_request(request)
         del self._opened[request]
         self._room.release()
 
     def handle_error(self, *_: object) -> None:
-        """Print nothing if a client has left before the answer."""
+        """Print nothing if a request fails, for example because a client has left before the answer."""
 
 
 class MetricsServer:

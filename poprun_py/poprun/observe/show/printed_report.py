@@ -68,8 +68,8 @@ def blame_aborter(
 def blame_host(
     statuses: Sequence[InstanceStatus], plan: LaunchPlan, launcher_output: Sequence[str]
 ) -> list[InstanceStatus]:
-    """Return the ``statuses`` of the instances. If MPICH's launcher names the host of a process that ended
-    unexpectedly, the instance that was lost on this host is changed to be the first that was lost.
+    """Return the ``statuses``; if MPICH's launcher names a host where a process was killed, the instance that was
+    lost there counts as the first loss, because the launcher then kills the processes on the other hosts.
     """
     # Hydra then kills the shims on other hosts, and poprun may hear of these shims earlier
     named = {match[1] for match in map(_KILLED_AT.search, launcher_output) if match}
@@ -83,7 +83,7 @@ def blame_host(
 
 
 def _printed_code(tail: Sequence[str]) -> int | None:
-    """Return the exit code, 1 to 255, of the first MPI_Abort in a program's last lines ``tail``; None if none."""
+    """Return the code, 1 to 255, of the first MPI_Abort in a program's last lines; None if there is none, or 0."""
     codes = [int(match[1]) & 0xFF for match in map(_ABORT.match, tail) if match]
     return next(iter(codes), 0) or None
 
@@ -128,7 +128,7 @@ def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
 
 
 def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
-    """Return a warning if each instance trained a model of its own, or none used popdist; "" if neither."""
+    """Return a warning if several instances trained alone, or none used popdist for replicas; "" if neither."""
     if not end.has_started:
         return ""
     num = plan.num_instances
@@ -143,7 +143,7 @@ def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
 
 
 def describe_lone(number: int, plan: LaunchPlan) -> str:
-    """Return the warning that ``number`` instances have trained alone, without adding up gradients."""
+    """Return the warning that ``number`` instances trained alone, because nothing added up their gradients."""
     return (
         f"warning: {number} processes trained alone, each a model of its own, if they trained: neither popdist "
         "nor torch.distributed nor MPI added up their gradients; wrap the model in popdist.ReplicatedModel, call "
@@ -183,7 +183,7 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
 
 
 def _shown_failure(statuses: Sequence[InstanceStatus], failed: InstanceStatus, verdict: Verdict) -> InstanceStatus:
-    """Return the failure to print: of the instance at fault, or else the first failure."""
+    """Return the failure to print: of the first instance at fault if it failed, else the failure ``failed``."""
     if not verdict.culprits or failed.index in verdict.culprits:
         return failed
     culprit = statuses[verdict.culprits[0]]
@@ -263,7 +263,7 @@ def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[st
 
 
 def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
-    """Return the instances of an MPI job that ended with 0 before the parent process of another was killed."""
+    """Return the instances that exited with 0 before the shim of another instance, an MPI process, was killed."""
     lost = [it.exited_at_seconds or 0.0 for it in end.statuses if it.problem == SHIM_KILLED]
     if plan.mpi is None or not lost:
         return ()
@@ -272,7 +272,7 @@ def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def _has_launcher_followed(end: JobEnd, launcher_output: Sequence[str]) -> bool:
-    """Whether the MPI launcher failed only because one of its own processes was killed."""
+    """Whether the MPI launcher failed only because one of its own processes, such as a shim, was killed."""
     # if a shim was killed, Hydra prints a message, and PRRTE ends with the code of SIGKILL
     failed = first_failure(end.statuses)
     if failed is None or (end.launcher_code or 0) < 0:
@@ -290,7 +290,7 @@ def explain(
     launcher_output: Sequence[str],
     kills_before: KillCounts | None,
 ) -> JobEnd:
-    """Print how the job ended and who is at fault; return ``end`` with these findings."""
+    """Print how the job ended and who is at fault; return ``end`` with the findings and corrected statuses."""
     left_early = _left_early(end, plan)
     statuses = blame_host(end.statuses, plan, launcher_output)
     end = replace(end, statuses=blame_aborter(statuses, tails, end.launcher_code))

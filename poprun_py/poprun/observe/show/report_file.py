@@ -42,7 +42,7 @@ def record_job(
     leases: Sequence[HeldLease] = (),
     given: LeasedDevices | None = None,
 ) -> JobRecord:
-    """Return the record of a job: its plan, its leases and its attempts, or the ``error`` of poprun."""
+    """Return a job's record for its report: plan, leases and attempts, and ``error`` if poprun itself failed."""
     is_over = bool(error) or not ends or ends[-1].is_over
     return JobRecord(
         poprun_version=contract.VERSION,
@@ -60,7 +60,7 @@ def record_job(
 
 
 def render_job(job: JobRecord) -> str:
-    """Return the record of a job as JSON in ASCII, with the whole plan and each list of numbers on one line."""
+    """Return a job's record as JSON in ASCII, which contains the whole plan; a list of numbers takes one line."""
     values = {**write_record(job, version=VERSION), "plan": None if job.plan is None else plan_to_dict(job.plan)}
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(values, indent=1)) + "\n"
 

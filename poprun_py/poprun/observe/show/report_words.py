@@ -48,7 +48,7 @@ def render_comparison(found: Comparison, *, width: int, has_color: bool) -> str:
 
 
 def _change(difference: Difference) -> str:
-    """Return the change of a compared number as text, such as ``10.7% slower``."""
+    """Return a compared number's change as text, such as ``10.7% slower``, or ``no difference`` within noise."""
     return f"{abs(difference.share):.1%} {difference.change}" if difference.is_known else difference.change
 
 
@@ -109,7 +109,7 @@ def _verdict(verdict: Verdict) -> str:
 
 
 def _shown_instances(attempt: AttemptRecord) -> list[InstanceRecord]:
-    """Return the instances to show: all if there are at most 16, else the failed and slow ones and some others."""
+    """Return the instances to show: all if at most 16, else failed and slow ones, then others up to 16."""
     verdict = attempt.verdict
     named = {*(it.instance for it in attempt.slowdowns), *(verdict.culprits if verdict else ())}
     named |= set() if attempt.first_failure is None else {attempt.first_failure}
@@ -137,5 +137,5 @@ def _fact(label: str, value: str) -> Text:
 
 
 def _lines(label: str, lines: Sequence[str]) -> Iterator[Text]:
-    """Yield ``lines`` for the report, of which only the first has the label ``label`` before it."""
+    """Yield ``lines`` as lines of the report, with the label ``label`` before the first line only."""
     yield from (_fact("" if number else label, line) for number, line in enumerate(lines))

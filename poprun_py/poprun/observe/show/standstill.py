@@ -32,7 +32,7 @@ def describe_hang(
     parallelism: Parallelism = _NOT_SHARED,
     findings: Sequence[str] = (),
 ) -> list[str]:
-    """Return lines about a hang: who waits in which call, how long, and for whom; then the lines ``findings``."""
+    """Return lines about a hang: who waits in which call, how long and for whom; ``findings`` come at the end."""
     lines = [
         f"{name_with_place(indices, parallelism)} {_verb(indices, 'wait')} in {collective}"
         for collective, indices in hang.waiting.items()
@@ -68,7 +68,7 @@ def _verb(indices: Sequence[int], verb: str) -> str:
 
 
 def _describe_absence(progress: Progress, awaited_in: Collection[str]) -> str:
-    """Return, in words, the step and the last call of an instance for which other instances wait."""
+    """Return in words the step and last call of an awaited instance, or that it has not called popdist."""
     if not (progress.has_joined or progress.collective):
         return f"{'popdist' if set(awaited_in) != {FINALIZE} else FINALIZE} not called yet"
     parts = []
@@ -137,7 +137,7 @@ def _render(stacks: Stacks, read_line: ReadLine) -> list[str]:
 
 
 def _is_idle(thread: Sequence[StackFrame]) -> bool:
-    """Whether a thread need not be shown: it is popdist's sampler, or a process group's thread without work."""
+    """Whether a thread is not worth showing: popdist's sampler, or a thread of a process group without work."""
     if any(frame.file.endswith(_SAMPLER) for frame in thread):
         return True
     return bool(thread) and thread[-1].function == "_work" and thread[-1].file.endswith(_WORK_QUEUE)

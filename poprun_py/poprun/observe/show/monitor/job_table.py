@@ -38,7 +38,7 @@ _WELL: Final = frozenset({"running", "ended"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The speed of an instance: its steps per second and its processor use."""
+    """The speed of an instance: its steps per second, and how many processors it keeps busy."""
 
     steps_per_second: float | None = None  # optimizer steps, or reported steps; None if not known
     # processors that the processes keep busy, 1.0 for one processor; None if not known
@@ -46,7 +46,7 @@ class Rate:
 
 
 def rates(before: JobView | None, after: JobView) -> list[Rate]:
-    """Return each instance's speed from two states of the job; unknown without ``before`` or after a restart."""
+    """Return each instance's speed between two states of a job; unknown without ``before``, or over a restart."""
     if before is None or before.restart_count != after.restart_count:
         return [Rate()] * len(after.instances)
     return [_rate(old, new) for old, new in zip(before.instances, after.instances, strict=True)]
@@ -102,7 +102,7 @@ def fit(text: str, width: int) -> str:
 
 
 def _narrow(kept: Sequence[str], rows: Sequence[Row], width: int) -> list[str]:
-    """Return the headings of the columns that fit in ``width``; states are cut before columns are removed."""
+    """Return the headings of columns that fit in ``width``; states are cut before most columns are removed."""
     kept = list(kept)
     for heading in _FIRST_TO_GO:
         if _width_of(kept, rows) <= width:
@@ -152,7 +152,9 @@ def _title(job: JobView, width: int) -> list[Text]:
 
 
 def _most_telling(job: JobView, num_rows: int) -> list[int]:
-    """Return the indices of the instances to show: all if there is room, else the failed and the slowest."""
+    """Return the indices of the instances to show: all if there is room; otherwise the failed instances first,
+    then instances that do not wait for others, then the instances with the fewest steps.
+    """
     if len(job.instances) <= num_rows:
         return list(range(len(job.instances)))
 

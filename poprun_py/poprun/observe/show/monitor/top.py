@@ -57,7 +57,7 @@ class RunningJob:
 
 
 def running_jobs() -> list[RunningJob]:
-    """Return this user's running jobs on this machine, by process id. Raise ClickException without /proc."""
+    """Return this user's running jobs here, sorted by process id. Raise ClickException if /proc is missing."""
     try:
         text = Path(_SOCKETS).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -129,7 +129,7 @@ def _row(running: RunningJob, view: JobView) -> str:
 
 
 def _choose(rows: Sequence[str]) -> int | None:
-    """Return the index of the job that the user chooses from ``rows`` with arrow keys and Enter; None if none."""
+    """Return the index of the row that the user chooses with arrow keys and Enter; None if the user quits."""
     title = "several jobs are running; choose with the arrow keys and Enter, leave with q"
     place = 0
     with _keys() as keys, Live(auto_refresh=False, transient=True) as live, suppress(KeyboardInterrupt):
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def attach(pid: int) -> None:
-    """Draw the job of the poprun with the process id ``pid`` until the job ends; ignore Ctrl-C."""
+    """Draw the job of the poprun process ``pid`` until it ends; ignore Ctrl-C, which poprun itself handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_any_letter()
     for job in running_jobs():

@@ -51,7 +51,7 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """All values of the line, over all attempts."""
+        """The values of all points of the line, over all attempts."""
         return [value for part in self.parts for _, value in part]
 
 
@@ -67,7 +67,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """An axis of a chart: its range and its labels."""
+    """An axis of a chart: its low end, its high end, and its labels."""
 
     low: float
     high: float
@@ -86,7 +86,7 @@ def charts_of(attempts: Sequence[AttemptRecord], offsets: Sequence[float]) -> li
 
 
 def _curves_in(attempt: AttemptRecord) -> Iterator[Mapping[str, Curve]]:
-    """Yield the curves over all instances of an attempt, and then the curves of each of its instances."""
+    """Yield dicts of curves by name: first the curves over all instances of an attempt, then each instance's."""
     yield attempt.curves
     yield from (it.curves for it in attempt.instances)
 
@@ -145,9 +145,8 @@ def _last_value(curve: Curve) -> str:
 
 
 def render_charts(charts: Sequence[Chart], seconds: float, breaks: Sequence[float]) -> str:
-    """Return the HTML of all charts, over ``seconds`` of the job, with a mark at each restart in ``breaks``.
-
-    One legend stands above charts that have the same lines; a chart with other lines has its own legend.
+    """Return the HTML of all charts over the job's ``seconds``, with a mark at each restart in ``breaks``. Charts
+    that have the same lines share one legend above all charts; other charts have their own.
     """
     num_points = sum(len(line.values) for chart in charts for line in chart.lines)
     group = max(1, math.ceil(num_points / _MOST_POINTS))
@@ -164,7 +163,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _prepared(chart: Chart, group: int) -> Chart:
-    """Return the chart with bytes in a readable unit, and with each ``group`` of points replaced by their mean."""
+    """Return the chart to draw: bytes in a readable unit, each ``group`` of neighbouring points as its mean."""
     unit, factor = chart.unit, 1
     if unit == "bytes":
         unit, factor = unit_of_bytes(max((it for line in chart.lines for it in line.values), default=0.0))
@@ -178,7 +177,7 @@ def _prepared(chart: Chart, group: int) -> Chart:
 
 
 def _render(chart: Chart, times: _Scale, breaks: Sequence[float], *, above: str) -> str:
-    """Return the HTML of one chart; without a legend if the same legend stands ``above`` all charts."""
+    """Return the HTML of one chart, with its legend unless ``above``, the HTML above all charts, is the same."""
     values = _value_scale([it for line in chart.lines for it in line.values], chart.unit)
     labels = [
         _label("x far" if times.place(at) > _FAR else "x", "left", times.place(at), it) for at, it in times.ticks
@@ -250,7 +249,7 @@ def _label(axis: str, side: str, share: float, words: str) -> str:
 
 
 def _value_scale(values: Sequence[float], unit: str) -> _Scale:
-    """Return the axis for ``values``, from the least to the largest; from 0 if the values have a unit."""
+    """Return the axis that covers ``values``; an axis of values with a unit, such as bytes, also covers 0."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if unit:
         low, high = min(0.0, low), max(0.0, high)
@@ -266,7 +265,7 @@ def _value_scale(values: Sequence[float], unit: str) -> _Scale:
 
 
 def _nice(step: float) -> float:
-    """Return the smallest number from ``step`` on that is 1, 2, 2.5 or 5 times a power of ten."""
+    """Return the smallest number from ``step`` on that is 1, 2, 2.5 or 5 times a power of ten, for labels."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(it * power for it in _MANTISSAS if it * power >= step * (1 - 1e-9))
 

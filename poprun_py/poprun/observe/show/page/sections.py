@@ -120,7 +120,7 @@ def _attempt(number: int, attempt: AttemptRecord) -> str:
 
 
 def _printed_end(attempt: AttemptRecord) -> str:
-    """Return the lines that poprun printed at the end of an attempt, or else why poprun stopped it."""
+    """Return the lines that poprun printed at an attempt's end; without lines, why poprun stopped the attempt."""
     return "\n".join(attempt.printed) or str(attempt.stop_reason)
 
 
@@ -174,7 +174,7 @@ def _bar(seconds: Mapping[str, float], elapsed: float, name: str) -> str:
 
 
 def _remarks(attempts: Sequence[AttemptRecord]) -> str:
-    """Return the HTML of all warnings, and of all lines about slow instances."""
+    """Return the HTML list of all attempts' slow instances and warnings; "" if there are none."""
     rows = [
         element("li", escaped(f"attempt {number}: {words}" if len(attempts) > 1 else words))
         for number, attempt in enumerate(attempts)

@@ -115,7 +115,7 @@ def _size_of(folder: str) -> int:
 
 
 def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock | None:
-    """Return how to convert a program's times to poprun's clock; None if the clocks were not compared."""
+    """Return the conversion of a program's times to poprun's clock; None if the two clocks were not compared."""
     if not about.exchanges or (rounds is not None and not rounds):
         return None
     own_fit = fit_clock(about.exchanges)
@@ -140,7 +140,7 @@ def clock_of(about: About, rounds: Sequence[Exchange] | None) -> InstanceClock |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The description, the clock and the collectives in one instance's recording, without its events."""
+    """One instance's recording without its events: its description, its clock, and its collectives."""
 
     about: About
     clock: InstanceClock
@@ -218,7 +218,7 @@ class Merging:
         return table
 
     def _describe(self) -> dict[str, object]:
-        """Return the description that the trace file contains: each instance's clock, and how exact it is."""
+        """Return the trace file's description: each instance's host, clock offset and the offset's uncertainty."""
         clocks = {
             index: {
                 "host": self._plan.instance(index).host,

@@ -47,7 +47,7 @@ def instance_events(
 
 
 def _place(index: int, number: int) -> dict[str, int]:
-    """Return Chrome's process and thread number for row ``number`` of an instance; process 0 is Perfetto's."""
+    """Return Chrome's process and thread number for a row of an instance; Perfetto itself uses process 0."""
     return {"pid": 1 + index, "tid": 1 + index * _ROWS_PER_INSTANCE + number}
 
 
@@ -65,7 +65,7 @@ def _titles(index: int, title: str, names: Mapping[str, str], places: Places) ->
 def joint_events(
     joint_calls: Mapping[CallKey, Arrivals], calls: Mapping[int, Iterable[Call]], origin_ns: int
 ) -> Iterator[dict[str, object]]:
-    """Yield an arrow of the trace for each collective, from the instance that called it first to the last one."""
+    """Yield the two ends of an arrow for each collective: at the instance that called first, and at the last."""
     lanes = {index: {call.key: lane for lane, call in lanes_of(own_calls)} for index, own_calls in calls.items()}
     for number, (key, arrivals) in enumerate(joint_calls.items()):
         callers = sorted((at, instance) for instance, at in arrivals.items() if key in lanes.get(instance, ()))
@@ -138,7 +138,7 @@ def _slice(one: Slice, origin_ns: int) -> dict[str, object]:
 
 
 def _arrows(index: int, arrows: Iterable[Arrow], places: Places, origin_ns: int) -> Iterator[dict[str, object]]:
-    """Yield the arrows of torch that have both ends, with numbers that no other arrow of the trace has."""
+    """Yield the events of torch's arrows whose two ends were recorded, renumbered to be unique in the trace."""
     ends: dict[tuple[str, int], list[Arrow]] = {}
     for one in arrows:
         ends.setdefault((one.name, one.number), []).append(one)

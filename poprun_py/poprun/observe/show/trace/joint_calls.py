@@ -13,7 +13,7 @@ _ROUNDING_NS: Final = 1000
 
 
 def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arrivals]:
-    """Return the collectives that all traced members of a process group called, with the time of each call."""
+    """Return when each instance called a collective, for collectives that all traced group members called."""
     arrivals: dict[CallKey, dict[int, int]] = defaultdict(dict)
     members: dict[str, set[int]] = defaultdict(set)
     for instance, own_calls in calls.items():
@@ -24,9 +24,8 @@ def find_joint_calls(calls: Mapping[int, Sequence[Call]]) -> dict[CallKey, Arriv
 
 
 def with_ends(calls: Iterable[Call], slices: Iterable[Slice]) -> list[Call]:
-    """Return the ``calls`` that ended during the trace, each with the end that its operation in ``slices`` has.
-
-    A group does its collectives in the order in which they were called.
+    """Return the ``calls`` that ended in the trace; a call without an end gets the end of its operation in
+    ``slices``, because a process group does its operations in the order of its calls.
     """
     work: dict[str, list[Slice]] = defaultdict(list)
     for one in sorted(slices, key=lambda it: it.begin_ns):

@@ -39,7 +39,7 @@ class Slice(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """One end of an arrow in torch's trace, such as from a forward operation to its backward operation."""
+    """One end of an arrow that torch's profiler recorded, such as from a forward to a backward operation."""
 
     row: str
     name: str
@@ -120,7 +120,7 @@ def _popdist_group(members: Sequence[int]) -> str:
 
 
 def read_recorded(profile: str, workers: str, thread: str, to_ours: Callable[[int], int]) -> Recorded:
-    """Return the events that torch's profiler and loader workers recorded. Raise ValueError if damaged."""
+    """Return the events in the texts of the profiler and of DataLoader workers. Raise ValueError if damaged."""
     names = {thread: "main thread"}
     slices, arrows = _read_profile(profile, names)
     loads = _read_workers(workers)
@@ -184,7 +184,7 @@ def _read_workers(text: str) -> list[Slice]:
 
 
 def _nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return ``slices`` by row and time; cut an inner one that, because of rounding, ends after its outer one."""
+    """Return ``slices`` sorted by row and time; shorten a slice that, by rounding, ends after its outer slice."""
     nested: list[Slice] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda it: (it.row, it.begin_ns, -it.end_ns)):

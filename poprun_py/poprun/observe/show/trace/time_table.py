@@ -117,7 +117,7 @@ def where_time_went(
 
 
 def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Counter[str]) -> None:
-    """Add to ``num_calls`` and ``own_ns`` the calls and the time of each operation, without inner operations."""
+    """Add each operation's calls to ``num_calls``, and its time without inner operations to ``own_ns``."""
     category = "kernel" if any(it.category == "kernel" for it in slices) else "cpu_op"
     around: list[Slice] = []
     for one in slices:
@@ -133,7 +133,7 @@ def add_own_times(slices: Sequence[Slice], num_calls: Counter[str], own_ns: Coun
 
 
 def costliest(num_calls: Mapping[str, int], own_ns: Counter[str]) -> tuple[Operation, ...]:
-    """Return the operations that took the most time, without the time of inner operations."""
+    """Return the operations with the most own time, that is, without the time of operations inside them."""
     most = own_ns.most_common(_MOST_OPERATIONS)
     return tuple(Operation(name=name, num_calls=num_calls[name], seconds=ns / _NANOSECONDS) for name, ns in most)
 
@@ -143,7 +143,7 @@ def _spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
 
 
 def union(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Return the periods of time that at least one of ``spans`` covers, without overlap."""
+    """Return the ``spans`` (begin, end) merged where they overlap or touch, in ascending order."""
     spans_of_union: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if spans_of_union and begin <= spans_of_union[-1][1]:
@@ -212,7 +212,7 @@ _GAINS: Final = {
 
 
 def gains(table: TraceTable) -> dict[str, float]:
-    """Return the share of the time that each improvement, such as hidden communication, would save on average."""
+    """Return by improvement, such as hidden communication, the share of all instances' time that it would save."""
     seconds = {part: sum(it.seconds[part] for it in table.instances) for part in PARTS}
     whole = sum(seconds.values()) or 1.0
     return {reason: seconds[part] / whole for reason, part in _GAINS.items()}
