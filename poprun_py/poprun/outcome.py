@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class JobOutcome:
-    """How the attempts of a job have ended so far, with the writers of the job's report and metrics."""
+    """The ends of all attempts of a job so far, with the writers of the job's report and its metrics."""
 
     files: Sequence[str] = ()  # names of the report files, as the user wrote the names
     job_id: str = field(default_factory=lambda: wished_job_id(os.environ) or os.urandom(6).hex())
@@ -51,7 +51,7 @@ class JobOutcome:
         self.provenance = provenance(plan.program, plan.working_directory)
 
     def note_progress(self, attempt: "Attempt") -> None:
-        """Update the job's metrics with the state of the running ``attempt``; sometimes also write the report."""
+        """Update the metrics with the running ``attempt``; also write the report when it is due."""
         is_due = self.writer is not None and self.writer.is_due(time.monotonic())
         if self.plan is None or not (self.metrics or is_due):
             return
