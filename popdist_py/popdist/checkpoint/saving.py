@@ -100,10 +100,10 @@ def _encode(
 def _join(
     group: Group, call: str, named: Mapping[str, object], states: dict[str, Json], tensors: Mapping[str, Tensor]
 ) -> tuple[WritePlan, dict[str, Json]]:
-    """Return the plan which instance writes which tensor, and the objects' states (whole on instance 0 only).
+    """Return the plan, equal on all instances, of which instance writes which tensor, and the objects' states: on
+    instance 0 the states of the whole model, on any other instance its own ``states``.
 
-    The plan is the same on all instances. Modules and optimizers are joined from the instances of the first
-    replica; other states are the states of instance 0.
+    Modules and optimizers are joined from the instances of the first replica; other states are of instance 0.
     """
     with together(group, f"{call}, parts"):
         described = _describe_parts(group, named, states, tensors)
@@ -119,7 +119,7 @@ def _join(
 def _describe_parts(
     group: Group, named: Mapping[str, object], states: Mapping[str, Json], tensors: Mapping[str, Tensor]
 ) -> Json:
-    """Return this instance's states for the manifest (the JSON file), and the tensors that it can write."""
+    """Return the states that instance 0 lacks, and the pieces of tensors that this instance can write."""
     contract = context.environment().contract
     shared = {name for name, thing in named.items() if isinstance(thing, nn.Module | Optimizer)}
     adds = contract.data_parallel_index == 0 and not is_writer(group)
@@ -135,7 +135,7 @@ def _describe_parts(
 
 
 def _begin(group: Group, call: str, folder: Path, step: int | None) -> int:
-    """Make an empty directory for the checkpoint, and return the checkpoint's step."""
+    """Make the new checkpoint's directory, on instance 0 only; return the checkpoint's step on all instances."""
     with together(group, f"{call}, writing"):
         if is_writer(group):
             step = _choose_step(folder, step)
@@ -153,7 +153,9 @@ def _write(
     named: Mapping[str, object],
     own: Mapping[str, Tensor],
 ) -> None:
-    """Write this instance's tensors ``own``, and complete the checkpoint; remove it if an instance fails."""
+    """Write the tensors ``own`` of this instance; then instance 0 writes the manifest (the JSON file), and renames
+    the directory to its final name. If an instance fails, instance 0 removes the directory.
+    """
     directory, written = checkpoint_folder.partial_of(folder, described.step), b""
     copies = StoreCopies(named, own, group.backend.instance_index)
     pieces = {name: (described.forms[name], it) for name, it in own.items() if name not in copies.places}
@@ -231,7 +233,9 @@ def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[str
 
 
 def _choose_step(path: Path, step: int | None) -> int:
-    """Return the step of the new checkpoint; remove damaged checkpoints of this step or a greater step."""
+    """Return the new checkpoint's step: ``step``, or one more than the last step if None. Remove damaged
+    checkpoints of ``step`` or a later step; raise CheckpointError if a whole checkpoint has such a step.
+    """
     present = checkpoint_folder.steps_in(path)
     if step is None and present and present[-1] == checkpoint_folder.LAST_STEP:
         raise CheckpointError(

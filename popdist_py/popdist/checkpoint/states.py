@@ -57,7 +57,7 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather the state dicts of sharded optimizers; only instances that pass ``keep`` get parameter states."""
+    """Gather and return the state dicts of sharded optimizers; parameters' states only if ``keep`` is True."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
@@ -86,7 +86,7 @@ def states_of(
 
 
 def join_states(named: Mapping[str, object], states: Mapping[int, Mapping[str, Json]]) -> dict[str, Json]:
-    """Return the encoded states of whole modules and optimizers, joined from the ``states`` of instances."""
+    """Return encoded states of whole modules and optimizers, joined from each instance's part in ``states``."""
     joined = {}
     for name, thing in stateful_of(named).items():
         if isinstance(thing, Optimizer):
@@ -101,7 +101,7 @@ Owned: TypeAlias = dict[str, Any]
 
 
 def owned_of(named: Mapping[str, object]) -> Owned:
-    """Return this instance's state keys of each module, and its parameter names of each optimizer."""
+    """Return the keys that this instance has of each module's state, and the names of optimizers' parameters."""
     names = parameter_names(named)
     owned: Owned = {}
     for name, thing in stateful_of(named).items():
@@ -133,7 +133,7 @@ def check_fits(
 
 
 def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> Json:
-    """Return the part of the encoded state ``saved`` that instance ``index`` of a replica loads into ``thing``."""
+    """Return the part of ``thing``'s state ``saved`` for this instance, the number ``index`` of its replica."""
     if isinstance(thing, nn.Module):
         return cut_module(saved, keys_of(thing))
     if isinstance(thing, Optimizer):
@@ -170,7 +170,7 @@ def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> d
 
 
 def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:
-    """Return each value of an optimizer's state with its parameter and, for a phased model, its stored tensor."""
+    """Return tuples: an encoded value of the state, ``parameter``, and the value's tensor in a store, or None."""
     if store_of(optimizer) is None:
         return [(state, parameter, None)]
     stored = optimizer.mapped_state(parameter)
@@ -178,7 +178,9 @@ def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json
 
 
 def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
-    """Load each state into its object, modules last; return a function that restores all but the modules."""
+    """Load each state into its object, modules last. Return a function that restores the former states of all
+    objects except modules; if a load fails, this function runs at once.
+    """
     before: list[Callable[[], object]] = []
 
     def undo() -> None:
@@ -247,7 +249,7 @@ def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer, everybody:
 
 
 def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> list[str]:
-    """Return a list with an error text if the saved settings are of another kind of optimizer; else []."""
+    """Return a list with an error text if a saved group has settings of another kind of optimizer; else []."""
     known = {name for group in optimizer.param_groups for name in group}
     theirs, own = (
         [name for name in saved if name not in known],

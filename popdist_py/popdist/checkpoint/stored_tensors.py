@@ -45,7 +45,9 @@ class StoredPiece:
         return [self.file, self.start, self.piece.offsets, self.piece.sizes, self.stride]
 
     def read(self, directory: Path, dtype: torch.dtype, piece: TensorPiece, tensor: Tensor) -> None:
-        """Copy the elements that this piece and ``piece`` have in common from the file into ``tensor``."""
+        """Copy the elements that ``piece`` and this stored piece have in common from the file into ``tensor``,
+        which is the memory of ``piece``.
+        """
         starts = [*map(max, zip(self.piece.offsets, piece.offsets, strict=True))]
         ends = [*map(min, zip(self.piece.ends, piece.ends, strict=True))]
         if not all(start < end for start, end in zip(starts, ends, strict=True)):
@@ -61,7 +63,7 @@ class StoredPiece:
 
 
 def _within(piece: TensorPiece, starts: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of ``piece`` for the elements from ``starts`` to ``ends`` of the whole tensor."""
+    """Return the slices of ``piece``'s tensor that select elements ``starts`` to ``ends`` of the whole tensor."""
     bounds = zip(starts, ends, piece.offsets, strict=True)
     return tuple(slice(start - offset, end - offset) for start, end, offset in bounds)
 
@@ -107,13 +109,13 @@ class StoreCopies:
                 self.places[name] = StoredPiece(file=label, start=start, piece=piece, stride=part.stride())
 
     def write(self, directory: Path) -> Json:
-        """Copy the stores' files into ``directory``; return each file's digest and each tensor's place."""
+        """Copy the stores' files into ``directory``; return as JSON the files' digests and the tensors' places."""
         digests = {label: file.copy_to(directory / label) for file, label in self._files.items()}
         return [digests, {name: it.to_json() for name, it in self.places.items()}]
 
 
 def join_copies(written: Iterable[Json]) -> tuple[dict[str, str], dict[str, list[StoredPiece]]]:
-    """Join the results of ``StoreCopies.write`` from all instances: digests of files, and pieces of tensors."""
+    """Return the digests of files and the pieces of tensors, joined from all instances' ``StoreCopies.write``."""
     digests: dict[str, str] = {}
     stored: dict[str, list[StoredPiece]] = {}
     for digests_of_one, places in written:
@@ -124,7 +126,7 @@ def join_copies(written: Iterable[Json]) -> tuple[dict[str, str], dict[str, list
 
 
 def batches(wanted: Mapping[str, Wanted]) -> Iterator[dict[str, Wanted]]:
-    """Yield the wanted tensors in batches of at most ``BATCH_BYTES``; a larger tensor is a batch alone."""
+    """Yield the tensors to load in batches of at most ``BATCH_BYTES``; a larger tensor is a batch of its own."""
     batch: dict[str, Wanted] = {}
     num_bytes = 0
     for name, it in wanted.items():
@@ -141,7 +143,7 @@ def batches(wanted: Mapping[str, Wanted]) -> Iterator[dict[str, Wanted]]:
 def write_into_stores(
     stores: list[PhaseStore], wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write ``tensors`` to their places in phased models' stores, on the first instance of each host only."""
+    """Write ``tensors`` into phased models' stores; only the first of the instances that share a store writes."""
     for name, it in wanted.items():
         part = local_part(it.into)
         for store in stores:

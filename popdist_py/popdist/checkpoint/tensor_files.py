@@ -92,7 +92,7 @@ def write_index(directory: Path, written: Iterable[bytes]) -> dict[str, str]:
 
 
 def read_pieces(directory: Path, pieces: Mapping[str, tuple[TensorPiece, Tensor]], files: Collection[str]) -> None:
-    """Overwrite each tensor in ``pieces`` with its piece of the tensor with the same name in ``directory``."""
+    """Read from ``directory``, for each name in ``pieces``, a piece of the saved tensor into the given tensor."""
     reader = _Reader(directory)
     metadata = reader.read_metadata()
     if others := {it.relative_path for it in metadata.storage_data.values()} - {*files}:
@@ -149,7 +149,7 @@ class _PieceReader(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """torch.distributed.checkpoint's reader of a directory, which unpickles only the types of an index."""
+    """A reader of torch.distributed.checkpoint that refuses to unpickle types that an index file never has."""
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
         """Read and return the directory's index; raise UnpicklingError if the file is no index."""
@@ -174,7 +174,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member_of(enumeration: object, name: str) -> Enum:
-    """Return the member ``name`` of an enumeration; Python 3.11.0 to 3.11.3 pickle members by ``getattr``."""
+    """Return an enumeration's member ``name``; replaces ``getattr`` in pickles of Python 3.11.0 to 3.11.3."""
     if isinstance(enumeration, EnumType) and name in enumeration.__members__:
         member: Enum = enumeration.__members__[name]
         return member

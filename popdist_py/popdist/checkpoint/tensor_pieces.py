@@ -36,7 +36,7 @@ class TensorPiece:
         return prod(self.sizes)
 
     def empty(self, form: TensorForm) -> Tensor:
-        """Return an uninitialised CPU tensor for this piece of a tensor with the shape and dtype of ``form``."""
+        """Return an uninitialised CPU tensor with this piece's shape and the dtype of the tensor's ``form``."""
         if self.sizes == form.shape:
             return form.empty()
         return torch.empty(self.sizes, dtype=form.dtype, device="cpu")
@@ -54,7 +54,7 @@ def piece_of(tensor: Any) -> TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The piece of a tensor that one instance has; ``total`` is a checksum if other instances may have copies."""
+    """The piece of a tensor that an instance has; ``total`` is a checksum, to compare the copies of instances."""
 
     form: TensorForm
     piece: TensorPiece
@@ -68,7 +68,7 @@ class Held:
         return cls(form=TensorForm.from_json(form), piece=piece, total=total)
 
     def to_json(self) -> Json:
-        """Return the form, the piece and the checksum as a list, for :meth:`from_json`."""
+        """Return the tensor's form (dtype, shape), the piece and the checksum as a list, for :meth:`from_json`."""
         return [self.form.to_json(), self.piece.offsets, self.piece.sizes, self.total]
 
 
@@ -90,7 +90,9 @@ class WritePlan:
 
 
 def plan_writes(everybody: Iterable[Mapping[str, Held]]) -> WritePlan:
-    """Plan that the first instance with a piece writes it. Raise CheckpointError if pieces do not fit together."""
+    """Return a plan in which the first instance that has a piece writes the piece. Raise CheckpointError if copies
+    of a piece differ, or if the pieces of a tensor are not the whole tensor.
+    """
     forms: dict[str, TensorForm] = {}
     first: dict[tuple[str, TensorPiece], tuple[int, int | None]] = {}
     holders: dict[str, int] = {}

@@ -13,7 +13,7 @@ WRITER: Final = 0
 
 
 def whole_job(call: str) -> Group:
-    """Return the group of all instances; raise CollectiveError inside ``execute_on_instances``."""
+    """Return the job's group of all instances; raise CollectiveError if ``execute_on_instances`` limits it."""
     group = context.current_group()
     num_instances = context.environment().contract.num_instances
     if len(group.instances) < num_instances:
