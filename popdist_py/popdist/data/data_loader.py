@@ -54,7 +54,7 @@ def data_loader(  # noqa: PLR0913 - torch's options, and the sizes of a step
     packing: LoaderMaker | None = None,
     **options: Any,
 ) -> ReplicaLoader:
-    """Make a torch DataLoader that gives each replica of this instance its samples, each once an epoch.
+    """Make a torch DataLoader that yields, for each step, the samples of this instance's replicas.
 
     The loader deals samples as :class:`ReplicaSampler` does: which samples a replica gets in a step depends on the
     number of the job's replicas, not on the number of instances. The loader yields :class:`Batch` objects for

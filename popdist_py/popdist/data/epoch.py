@@ -66,9 +66,8 @@ class Permutation:
         self._keys = [np.uint64(key) for key in round_keys(length, seed, epoch)]
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the dataset indices at ``positions`` of the shuffled order, in the shape of ``positions``.
-
-        Raises IndexError if a position is not in ``range(length)``.
+        """Return the dataset indices at ``positions`` of the shuffled order, in the shape of ``positions``. Raises
+        IndexError if a position is not in ``range(length)``.
         """
         if positions.size and not 0 <= positions.min() <= positions.max() < self._length:
             raise IndexError(f"positions {positions.min()} to {positions.max()} leave the range of {self._length}")
@@ -80,7 +79,7 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
     def _mix(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return ``values`` after the Feistel network, which permutes the numbers below a power of two."""
+        """Return ``values`` permuted by the Feistel network, a bijection of the numbers below a power of two."""
         low, high = values & self._low_mask, values >> self._low_bits
         for even_key, odd_key in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= scramble(high + even_key) & self._low_mask
@@ -138,7 +137,7 @@ class EpochPlan:
             position += size
 
     def positions_of(self, replicas: range, step: range) -> range:
-        """Return which positions of the range ``step`` belong to ``replicas``, replica by replica; may be none."""
+        """Return the positions in ``step`` that belong to ``replicas``, as one range, which may be empty."""
         return parts(step, replicas, self.num_replicas)
 
     def _step_size(self, remaining: int) -> int:
@@ -156,9 +155,8 @@ class EpochPosition:
     """The position of one reader (a sampler or a loader) in its endless sequence of epochs."""
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str, dataset: object = None) -> None:
-        """Begin at epoch 0. ``identity``, such as the seed, must be equal in each state that is loaded later.
-
-        All instances must pass an equal ``agreement``.
+        """Begin at epoch 0. A loaded state must have the same ``identity`` (such as the seed) as this position,
+        and all instances must pass an equal ``agreement``, the text that they compare.
         """
         self.identity = identity | {"seed": seed_number(identity["seed"], DatasetError)}
         self._subsets = checksum_of_subsets(dataset)
@@ -174,7 +172,7 @@ class EpochPosition:
         self._agree()
 
     def _agree(self) -> None:
-        """Check once, after ``init()``, that all instances pass the same arguments (``agreement``) and dataset."""
+        """Check once, after ``init()``, that all instances pass equal arguments (as text) and an equal dataset."""
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
             group = context.data_parallel_group()
@@ -198,7 +196,7 @@ class EpochPosition:
                 )
 
     def start(self) -> int:
-        """Begin the next epoch, or continue the epoch of a loaded state; return the number of this iteration."""
+        """Begin the next epoch, or continue a loaded epoch; return the iteration's number for :meth:`read_to`."""
         self._agree()
         if self._is_running:
             self._jump(self.epoch + 1)
@@ -207,12 +205,12 @@ class EpochPosition:
         return self._number
 
     def read_to(self, position: int, number: int) -> None:
-        """Record that the iteration with the number ``number`` has read all samples before ``position``."""
+        """Record that the samples before ``position`` are read, unless an iteration after ``number`` has begun."""
         if number == self._number:
             self.num_read = position
 
     def end_epoch(self, number: int) -> None:
-        """Record that the iteration with the number ``number`` has read its epoch to the end."""
+        """Record that the epoch is read to its end, unless an iteration after ``number`` has begun."""
         if number == self._number:
             self._jump(self.epoch + 1)
 
@@ -228,7 +226,7 @@ class EpochPosition:
         return self.identity | {"epoch": self.epoch, "position": self.num_read}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue from the position ``state``; raise DatasetError if ``state`` has another identity."""
+        """Continue from ``state``. Raise DatasetError if its identity, such as the seed, is not this reader's."""
         own = self.state_dict()
         if not _is_state(state, own):
             raise DatasetError(f"{state!r} is no state of a {self._reader}, such as {own}")
@@ -288,7 +286,7 @@ class EpochReader:
 
 
 def _is_state(state: object, own: ReaderState) -> bool:
-    """Whether ``state`` has the keys of the reader's state ``own``, whole numbers and a valid position."""
+    """Whether ``state`` has the keys of the reader's state ``own``, only whole numbers, and a valid position."""
     if not isinstance(state, Mapping) or state.keys() != own.keys():
         return False
     if not all(isinstance(value, int) for value in state.values()):

@@ -17,7 +17,7 @@ _BEFORE_CHILDREN_ARE_ENDED: Final = 100
 
 
 class LoaderStart:
-    """A ``worker_init_fn`` of torch's DataLoader: installs signal handlers, and calls the program's own."""
+    """A ``worker_init_fn`` for torch's DataLoader: workers survive signals, then the program's function runs."""
 
     def __init__(self, programs_own: Callable[[int], object] | None) -> None:
         self._programs_own = programs_own
@@ -25,13 +25,13 @@ class LoaderStart:
         self._is_ending: Any = None
 
     def prepare(self, signals: Collection[int], multiprocessing_context: Any) -> None:
-        """Make DataLoader workers that start from now on survive ``signals`` until this process ends."""
+        """Make workers that start later ignore ``signals``, which ask the job to stop, until this process ends."""
         self._signals = tuple(signals)
         if self._signals:
             self._is_ending = _ending_event(os.getpid(), multiprocessing_context or multiprocessing)
 
     def __call__(self, number: int) -> None:
-        """Set the signal handlers of the worker ``number``; this runs in the worker's own process."""
+        """Set the signal handlers of the worker process ``number``, and call the program's ``worker_init_fn``."""
         parent, is_ending = os.getppid(), self._is_ending
 
         def outlive(_signum: int, _frame: object) -> None:

@@ -30,7 +30,7 @@ _CPU: Final = torch.device("cpu")
 
 
 def checked_seed(seed: int | None, num_replicas: int) -> int | None:
-    """Return ``seed`` as an int, or None; raise BatchError if it is invalid, or None for more than one replica."""
+    """Return ``seed`` as an int or None; raise BatchError if it is invalid, or is None for several replicas."""
     if seed is None and num_replicas > 1:
         raise BatchError(
             f"seed=None, and the model has {num_replicas} replicas, each of which draws from states of its own: "
@@ -40,7 +40,7 @@ def checked_seed(seed: int | None, num_replicas: int) -> int | None:
 
 
 class _PythonState(NamedTuple):
-    """A state of Python's random generator, and the first two draws from it: 32 bits, and a normal number."""
+    """A state of Python's random generator, and two numbers drawn from it, by which the state is recognised."""
 
     values: tuple[Any, ...]  # the result of ``getstate()``; its last item is the second of a normal pair, or None
     bits: int
@@ -71,7 +71,7 @@ class _PythonGenerator:
         self._last = state
 
     def watch(self, _own: _PythonState) -> Callable[[], bool]:
-        """Set the generator to a fixed state; return a function that says whether the program has drawn."""
+        """Set the generator to a known state; return a function that says whether the program has drawn since."""
         self.put_in(_WATCHED)
         return lambda: random.getrandbits(32) != _WATCHED.bits
 
@@ -124,10 +124,8 @@ class ReplicaRandomness:
         return RandomScope(self._states, replica, device)
 
     def begin_as_program(self, device: torch.device) -> None:
-        """Replace the random states of each local replica by a copy of the program's states.
-
-        Args:
-            device: Where the replicas compute; the state of its generator is copied, too, if it is an accelerator.
+        """Replace the random states of each local replica by a copy of the program's states, and of the generator
+        of ``device``, on which the replicas compute, if ``device`` is an accelerator.
         """
         python = _python.take_out()
         _python.put_in(python)
@@ -137,9 +135,8 @@ class ReplicaRandomness:
             self._states[replica] = _States(python, bits, state, None if own is None else own.clone())
 
     def state_dict(self) -> dict[str, dict[str, object]]:
-        """Return the random states of each local replica; the key is the replica's job-wide number as a string.
-
-        All instances' dicts together have the states of the whole job.
+        """Return the random states of each local replica, by the replica's job-wide number as a string; the dicts
+        of all instances together have the states of the whole job.
         """
         return {str(replica): _as_values(states) for replica, states in self._states.items()}
 
@@ -225,7 +222,7 @@ def _exchange(out: _States, into: _States, device: torch.device | None) -> None:
 
 
 def _number(seed: int, replica: int, generator: str, stage: int) -> int:
-    """Return a seed of 63 bits that is different for each replica, generator and stage."""
+    """Return a 63-bit seed, a hash of all arguments: different for each replica, generator and stage."""
     text = f"{seed} {replica} {generator}" + (f" stage {stage}" if stage else "")
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -306,7 +303,7 @@ _bits: Final = np.random.MT19937()
 
 
 def _exchange_numpy() -> Any:
-    """Replace the generator that numpy's functions use, and return the old one; copying a state is slower."""
+    """Replace the generator that numpy's functions use; return the old generator: copying a state is slower."""
     own: Any = get_bit_generator()
     # ``_bits`` is in use already if a dataset reads from another loader.
     set_bit_generator(np.random.MT19937() if own is _bits else _bits)
@@ -385,7 +382,7 @@ class SampleRandomness:
             _restore(own)
 
     def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str], own: list[Any]) -> T:
-        """Run ``work``; seed only the generators in ``used``, and record others from which it draws."""
+        """Run ``work`` with seeds for the generators ``used``; add other generators in use to ``self.used``."""
         pairs = zip(_GENERATORS, own, strict=True)
         watched = {it.name: it.watch(state) for it, state in pairs if it.name not in used}
         try:
@@ -424,9 +421,8 @@ def isolated(work: Callable[[Reseed], T]) -> T:
 
 
 def remember_states() -> Callable[[], None]:
-    """Save the present random states, and return a function that restores these states.
-
-    Until the function is called, the generators continue from other states.
+    """Save the present random states, and return a function that restores these states. Until the function is
+    called, the generators continue from other states.
     """
     return partial(_restore, [generator.save() for generator in _GENERATORS])
 

@@ -124,7 +124,7 @@ class MapFetcher(Dataset[Any]):
         ]
 
     def _read(self, indices: list[int], numbers: list[int], epoch: int, reseed: Reseed | None) -> list[Any]:
-        """Return the samples at ``indices``; each sample's random numbers follow from its entry in ``numbers``."""
+        """Return the samples at ``indices``; ``numbers`` has the number that seeds each sample's random draws."""
         dataset = self.dataset
         read_all = getattr(dataset, "__getitems__", None)
         if reseed is None:
@@ -177,7 +177,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _tensor_of(content: bytearray, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return the bytes ``content`` as a tensor that torch allocates, because alignment affects rounding."""
+    """Return the bytes ``content`` as a tensor in torch's own memory: other alignment changes the rounding."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
     return tensor
@@ -222,7 +222,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         """Prepare the next epoch before its first sample is read; only subclasses do something here."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield each batch and record it as read; keep no reference, so that its memory can be reused."""
+        """Yield each batch and record it as read; keep no reference, so that the batch's memory can be reused."""
         with training_loop.read_loader() as ask:
             for share, contents in fetched:
                 self._position.read_to(share.stop, number)

@@ -176,7 +176,7 @@ class SampledPosition(EpochPosition):
         self.checksum = int(state["indices"])
 
     def begin(self, order: SamplerOrder) -> None:
-        """Begin the epoch in ``order``; raise DatasetError if its first part was read in another order."""
+        """Begin the epoch in ``order``. Raise DatasetError if the loaded position belongs to another order."""
         if self.num_read and self.checksum != order.checksum:
             raise DatasetError(
                 f"the sampler does not give the indices of epoch {self.epoch} again of which {self.num_read} were "
@@ -275,7 +275,7 @@ class SampledLoader(ReplicaLoader):
 
 
 def check_sampler(sampler: object) -> None:
-    """Raise DatasetError if ``sampler`` can be iterated over only once, or divides indices by rank."""
+    """Raise DatasetError if ``sampler`` cannot be iterated over repeatedly, or yields only one rank's indices."""
     name = type(sampler).__name__
     if not hasattr(sampler, "__iter__") and not hasattr(sampler, "__getitem__"):
         raise DatasetError(f"sampler={sampler!r} cannot be iterated over: it must give indices of the dataset")

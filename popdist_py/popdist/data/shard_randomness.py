@@ -19,7 +19,7 @@ from popdist.job import context
 
 @contextmanager
 def sharded_randomness() -> Iterator[None]:
-    """A context in which torch draws different random numbers on each instance of a pipeline stage.
+    """A context in which torch's random numbers, as for dropout, differ between instances of a pipeline stage.
 
     Use the context for a plain tensor of which each instance has a part. A DTensor needs no such context, because
     torch knows how a DTensor is divided. But a layer of ``ColwiseParallel`` returns a plain tensor::
@@ -37,7 +37,7 @@ def sharded_randomness() -> Iterator[None]:
 
 @contextmanager
 def _numbers_of(place: int, source: torch.Generator) -> Iterator[None]:
-    """A context in which torch draws from a seed made of the part's number ``place`` and a draw of ``source``."""
+    """A context in which torch's seed is a hash of the part's number ``place`` and a draw from ``source``."""
     seed = int(torch.randint(1 << 62, (), generator=source, device=source.device))
     own = int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest(), "little") >> 1
     with accelerator.forked_random_states(own):
@@ -50,7 +50,7 @@ def _numbers_of_tensor(
     placements: Any,
     generator: torch.Generator | None,
 ) -> Iterator[None]:
-    """A context in which torch draws the random numbers for the part of a DTensor that this instance has."""
+    """A context for random numbers of a DTensor: instances with different parts draw different numbers."""
     place, is_cut = 0, False
     for number, size, placement in zip(mesh.get_coordinate(), mesh.mesh.shape, placements, strict=True):
         if not (placement.is_replicate() or placement.is_partial()):
@@ -69,6 +69,6 @@ def _numbers_of_tensor(
 
 
 def give_parts_numbers() -> None:
-    """Make torch draw other random numbers for each part of a DTensor on CPUs, as it does on accelerators."""
+    """Make torch draw different random numbers for different parts of DTensors on CPUs, as on accelerators."""
     if not accelerator.num_devices():
         torch_private.set_numbers_of_dtensors(_numbers_of_tensor)
