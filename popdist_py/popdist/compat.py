@@ -54,7 +54,7 @@ def getDeviceId(ipusPerReplica: int = 0) -> int:
 
 
 def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:
-    """Whether a replica of this job uses ``numIpusPerReplica`` virtual IPUs; outside a job a replica uses 1."""
+    """Whether a replica uses ``numIpusPerReplica`` virtual IPUs (shares of devices); outside a job it uses 1."""
     return numIpusPerReplica == ipus_per_replica()
 
 

@@ -41,7 +41,7 @@ class BatchError(PopdistError):
 
 
 class GradientError(PopdistError):
-    """The gradient of a parameter is not finite, would be dropped without use, or differs between instances."""
+    """A gradient is not finite, differs between instances, or would be lost before an optimizer has used it."""
 
 
 class DatasetError(PopdistError):
@@ -49,7 +49,7 @@ class DatasetError(PopdistError):
 
 
 class WeightsError(PopdistError):
-    """Weights or buffers differ between instances, or were written where each instance writes other values."""
+    """Weights or buffers differ between instances, or a forward pass outside of the loop has written buffers."""
 
 
 class OptimizerError(PopdistError):
@@ -86,7 +86,7 @@ class PopdistWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of a process group's ranks in messages: the number of each rank, and a noun, ``instance``."""
+    """The names of a group's ranks in messages: a noun, such as ``instance``, and each rank's job-wide number."""
 
     members: tuple[int, ...]
     noun: str = "rank"
@@ -111,7 +111,7 @@ MOST_TOKENS = 2**31 - 1
 def whole_number(
     what: str, value: object, error: type[PopdistError], *, minimum: int = 1, maximum: int | None = None
 ) -> int:
-    """Return ``value`` as an int; raise ``error``, naming ``what``, if it is not whole or out of the range."""
+    """Return ``value`` as an int; raise ``error`` if it is not whole, or not from ``minimum`` to ``maximum``."""
     if type(value) is int and value >= minimum and (maximum is None or value <= maximum):
         return value  # the usual case, because the check of the protocol takes ten microseconds
     number = _as_whole(value)
@@ -183,7 +183,7 @@ def runs_of(numbers: Iterable[int]) -> list[range]:
 
 
 def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:
-    """Return text such as ``instances 0 to 2 and 5``; for more than ``max_runs`` ranges, only first and last."""
+    """Return text as ``instances 0 to 2 and 5``; above ``max_runs`` ranges, ``9 instances from 0 to 40``."""
     runs = runs_of(instances)
     if max_runs is not None and len(runs) > max_runs:
         return f"{sum(map(len, runs))} {noun}s from {runs[0][0]} to {runs[-1][-1]}"
@@ -199,7 +199,7 @@ _OF_ALL: Final = (
 
 
 def remedy_of_lone_call(calls: Iterable[str]) -> str:
-    """Return advice if one of ``calls`` must be made by all instances, but often is by one; else empty text."""
+    """Return advice if one of ``calls`` is a collective that is often called on one instance; else empty text."""
     found = [match[1] for call in calls if (match := re.search(_OF_ALL, call))]
     if len(found) != 1:
         return ""
