@@ -51,7 +51,7 @@ LINE_BYTES: Final = 64
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """Return the additions that sum ``nodes`` of the tree of sums, as pairs (left, right) of their indices."""
+    """Return the index pairs (left, right) of ``nodes`` to add, in the order that the tree of additions fixes."""
     pairs: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
@@ -69,7 +69,7 @@ def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
-    """Return the range of elements that ``rank``, one of ``size`` ranks, adds for all; it may be empty."""
+    """Return the range of the ``num_elements`` that ``rank`` adds for all ``size`` ranks; it may be empty."""
     unit = max(1, LINE_BYTES // element_bytes)
     width = -(-num_elements // (size * unit)) * unit
     return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
@@ -116,7 +116,7 @@ def is_widened(op: Op, dtype: torch.dtype) -> bool:
 
 
 def sum_of(dtype: torch.dtype) -> Op:
-    """Return the operation that adds gradients of ``dtype`` over replicas: ``rounded sum`` for half dtypes."""
+    """Return ``sum`` to add gradients of ``dtype``; for half dtypes ``rounded sum``, which rounds partial sums."""
     return "rounded sum" if dtype in HALVES else "sum"
 
 
@@ -214,7 +214,7 @@ def _can_add_in_one_pass(
 
 
 def _in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
-    """Return C's ``f(divisor)``, which replaces all ``rows`` by their sum / divisor; the rows must outlive it."""
+    """Return C's ``f(divisor)``, which replaces ``rows`` by their sum / divisor; ``rows`` must outlive ``f``."""
     dtype = rows[0].dtype
     starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
     c_extension: Any = extension.find()

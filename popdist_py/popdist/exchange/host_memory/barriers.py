@@ -30,7 +30,7 @@ Fence = Callable[[], None]
 
 
 def make_fence(machine: str | None = None) -> Fence | None:
-    """Return the memory fence to call between writing data and counter; None if the processor needs no fence."""
+    """Return a fence that keeps writes to memory in order for other processes; None if the processor does this."""
     name = platform.machine() if machine is None else machine
     return None if name in _STORES_IN_ORDER else membarrier()
 
@@ -100,7 +100,7 @@ class Barriers:
         forks.call_in_children(self._refuse_all)
 
     def wait(self, purpose: int, timeout_seconds: float | None = None) -> None:
-        """Wait until all ranks are at this barrier; ``purpose``, a number below 2**63, must be equal on all.
+        """Wait until all ranks are here with an equal ``purpose``, the number (below 2**63) of their collective.
 
         Raises BackendError if a rank was lost or late; the group then ends. Raises CollectiveError if the purposes
         of ranks differ; the group can still be used.
@@ -125,7 +125,7 @@ class Barriers:
                 raise CollectiveError(self._disagreement(place))
 
     def of_part(self, ranks: Sequence[int], pages: Sequence[Words], watch: "ProcessWatch") -> "Barriers":
-        """Return barriers for only ``ranks``, which include this rank, on the shared memory ``pages``."""
+        """Return barriers for only ``ranks``, which include this rank; ``pages`` are these ranks' shared pages."""
         members = tuple(self._names.members[rank] for rank in ranks)
         return Barriers(
             pages,
@@ -144,7 +144,7 @@ class Barriers:
         return [page[place] for page in self.pages]
 
     def next_parity(self) -> int:
-        """Return 0 if the next barrier of this group has an even number, otherwise 1."""
+        """Return the next barrier's number modulo 2, which selects one of two places in shared memory."""
         return self._mine[COUNTER] + 1 & 1
 
     def name(self, ranks: Sequence[int]) -> str:
@@ -183,8 +183,7 @@ class Barriers:
             self._fence()
 
     def wait_for(self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait until ``is_done()``, which depends on ``ranks``; return True, or False after ``timeout_seconds``.
-
+        """Wait until ``is_done()``, which the ranks ``ranks`` bring about; return False after ``timeout_seconds``.
         Raises BackendError if a rank in ``ranks`` was lost, or all have left.
         """
 
@@ -200,7 +199,7 @@ class Barriers:
         self._check_awaited(lambda: list(ranks))
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
-        """Wait until the counter of the rank with the page ``words`` is at ``number``, or raise BackendError."""
+        """Wait until the rank with the page ``words`` is at barrier ``number``; raise BackendError if too late."""
         for _ in self._reads:
             if words[COUNTER] >= number:
                 return
@@ -244,7 +243,7 @@ class Barriers:
         return [rank for rank, page in enumerate(self.pages) if page[COUNTER] < number]
 
     def _check_awaited(self, missing: Callable[[], list[int]]) -> None:
-        """Raise BackendError if a rank in ``missing()`` will not come, or if this rank must stop waiting."""
+        """Raise BackendError if an awaited rank, one of ``missing()``, is lost, or if this rank has failed."""
         self.raise_failure()
         awaited, states = missing(), [page[STATE] for page in self.pages]
         gone = {*self._watch.ended(awaited), *(rank for rank in awaited if states[rank] == HAS_LEFT)}
@@ -266,13 +265,13 @@ _KINDS: list[str] = [""]
 
 
 def operation(name: str) -> int:
-    """Register an operation by name; return the operation's number, equal in all processes with this popdist."""
+    """Register the operation ``name``; return its number, equal in all processes of the same popdist version."""
     _OPERATIONS.append(name)
     return len(_OPERATIONS) - 1
 
 
 def kind(name: str) -> int:
-    """Register a dtype by its name; return the dtype's number, equal in all processes with this popdist."""
+    """Register the dtype ``name``; return its number, equal in all processes of the same popdist version."""
     _KINDS.append(name)
     return len(_KINDS) - 1
 
@@ -403,20 +402,20 @@ def is_crowded(pids: Collection[int]) -> bool:
 
 
 class CrowdedYields:
-    """The time for which a waiting process yields its core if there are too few cores; 0 after long waits."""
+    """The time that a wait spends in sched_yield() if cores are too few; 0 for some waits after a long wait."""
 
     def __init__(self) -> None:
         self._distrust = self._num_sleeps = 0  # next to a computing process a yield takes a whole time slice
 
     def next_seconds(self) -> float:
-        """Return how many seconds the next wait yields the core before it sleeps."""
+        """Return how many seconds the next wait calls sched_yield() before it sleeps; 0 means to sleep at once."""
         if self._num_sleeps == 0:
             return LONGEST_YIELD_SECONDS
         self._num_sleeps -= 1
         return 0.0
 
     def record_wait(self, waited_seconds: float) -> None:
-        """Record the seconds of a wait that began with a yield; after a long wait, later waits do not yield."""
+        """Record how long a wait that began with yields took; after a long wait, the next waits sleep at once."""
         if waited_seconds < LONGEST_YIELD_SECONDS:
             self._distrust = max(self._distrust - 1, 0)
         else:
@@ -434,7 +433,7 @@ class ProcessWatch:
                 self._descriptors[key] = os.pidfd_open(pid)
 
     def ended(self, keys: Iterable[int]) -> list[int]:
-        """Return the members of ``keys`` whose processes have ended."""
+        """Return the members of ``keys``, the ranks by which processes are watched, whose processes have ended."""
         by_descriptor = {self._descriptors[key]: key for key in keys if key in self._descriptors}
         poll = select.poll()
         for descriptor in by_descriptor:

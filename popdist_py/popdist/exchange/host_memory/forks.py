@@ -38,8 +38,8 @@ def call_at_exit(handler: Callable[[], None]) -> None:
 
 
 def mark_process(name: str) -> int | None:
-    """Mark this process with ``name``, so that its descendants find it, until the returned descriptor is closed.
-    Return None if that is impossible.
+    """Mark this process with ``name`` by an open memory file, so that its descendants find the process; return the
+    file's descriptor, whose closing removes the mark. Return None if that is impossible.
     """
     try:
         return os.memfd_create(_file_of(name), os.MFD_CLOEXEC)

@@ -65,14 +65,14 @@ class Slots:
             self._views.clear()
 
     def fit_parts(self, num_bytes: int) -> int:
-        """Enlarge each rank's buffer to ``num_bytes`` for each other rank; return the bytes that fit for one."""
+        """Enlarge the buffers to ``num_bytes`` for each other rank if possible; return the bytes for one rank."""
         num_others = self._group.size - 1
         self.fit(num_bytes * num_others)
         return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES
 
     @property
     def whole_bytes(self) -> int:
-        """Maximum number of bytes of a tensor that each rank adds completely by itself, with one barrier."""
+        """Maximum number of bytes of a tensor of which every rank adds all elements, after a single barrier."""
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
     def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:

@@ -75,9 +75,8 @@ class InPlace:
         """For each kind of collective, how many consecutive calls were not in place; equal on all ranks."""
 
     def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
-        """Exchange at a barrier where the tensor of each rank is in shared memory; return these places, or None.
-
-        None if a rank's tensor is not in shared memory. After many such calls of one kind only some calls ask.
+        """Exchange, at a barrier, where each rank's tensor is in shared memory; return these places. Return None
+        if a tensor is not there; after many such calls of one kind, only some calls ask.
         """
         num_refusals = self._num_refusals.pop(reason, 0)
         if num_refusals > _MANY_REFUSALS and num_refusals % _MANY_REFUSALS:
@@ -118,7 +117,7 @@ class InPlace:
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """Return where ``tensor`` is in shared memory, as one number for other ranks; 0 if it is not there."""
+        """Return the place of ``tensor`` in shared memory as a number for other ranks; 0 if it has no place."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()
@@ -143,14 +142,14 @@ class InPlace:
         return self._can_map and self._num_shared[self._group.rank] < _MOST_NUMBERS - 1
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
-        """Whether torch can move ``storage`` to other memory, and it was used before with the same length."""
+        """Whether torch can move ``storage``, and an earlier call used ``storage`` with the same length."""
         if not torch_private.can_swap_memory or not storage.resizable() or not self._may_share():
             return False  # numpy and other users of the address have made the storage not resizable
         length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()
         return length_before == storage.nbytes()
 
     def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
-        """Map on all ranks the storages that ranks use for the first time; return False if a rank could not."""
+        """Map the ranks' new storages on all ranks; return False on all ranks if this has failed on a rank."""
         self._unmap_gone()
         rank = self._group.rank
         new = [other for other, place in enumerate(posted) if place & _NEW]
@@ -176,7 +175,7 @@ class InPlace:
         return True
 
     def _file_of(self, tensor: Tensor) -> SharedStorage | None:
-        """Return the memory file of the tensor's storage, after moving it there if needed; None without room."""
+        """Return the memory file of ``tensor``'s storage, after moving it there if needed; None on failure."""
         storage = tensor.untyped_storage()
         if shared_storages.find(storage) is None:
             self._seen.pop(storage, None)

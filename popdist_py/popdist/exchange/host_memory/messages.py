@@ -95,7 +95,9 @@ class Messages:
     def receive(
         self, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None] = lambda: None
     ) -> "Receipt":
-        """Request the next message of one of ``sources`` into ``into``; call ``finish()`` when it is there."""
+        """Request the next message with ``tag`` from one of ``sources``. When the message is there, it is copied
+        into ``into``, and ``finish()`` is called.
+        """
         self.barriers.raise_failure()
         receipt = Receipt(self, into, sources, tag, finish)
         with self._receiving:
@@ -131,8 +133,8 @@ class Messages:
     def wait(
         self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float | None = None
     ) -> bool:
-        """Wait until ``is_done()``; return False after ``timeout_seconds``. If ``timeout_seconds`` is None, wait
-        for the group's timeout; the group ends if a rank is later.
+        """Wait until ``is_done()``; return False after ``timeout_seconds``. If ``timeout_seconds`` is None, the
+        group's timeout counts: after this time the group ends, with a BackendError.
         """
         barriers = self.barriers
         seconds = barriers.timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -213,7 +215,7 @@ class Sent:
         self._buffer, self._number = buffer, buffer.num_sent
 
     def is_done(self) -> bool:
-        """Whether the message was received, or so few bytes wait at the receiver that the sender may go on."""
+        """Whether the sender may go on: the message was received, or few bytes wait at the receiver."""
         buffer = self._buffer
         is_received = buffer.num_sent != self._number or buffer.words[_IS_RECEIVED]
         return bool(is_received) or self._messages.num_waiting_bytes(buffer.receiver) <= MOST_AHEAD_BYTES
@@ -239,7 +241,7 @@ class Receipt:
         self._has_ended = False
 
     def end(self, copy: Callable[[], None]) -> None:
-        """Copy the received message by ``copy()``, call ``finish()``, and keep an error for the waiting thread."""
+        """End the request: call ``copy()`` and ``finish()``, and keep an error, which :meth:`wait` then raises."""
         try:
             copy()
             self._finish()

@@ -94,7 +94,7 @@ class Segment:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Release pages of the memory file if this process owns them; mappings of the pages then read zeros."""
+        """Release pages of the memory file, which then read as zeros; do nothing in a forked child."""
         if os.getpid() != self._owner:  # a forked child, whose parent may still use the pages
             return
         _libc.fallocate(
@@ -155,7 +155,7 @@ def values_of_all(
     timeout_seconds: float,
     deadline: float | None = None,
 ) -> list[Any]:
-    """Put ``value`` into ``store``, and return the values of all ranks. Raises BackendError if a rank is late."""
+    """Put ``value`` into a key-value store; return all ranks' values. Raises BackendError if a rank is late."""
     deadline = time.monotonic() + timeout_seconds if deadline is None else deadline
     store.set(str(rank), json.dumps(value))
     values = []
@@ -179,7 +179,7 @@ class SegmentExchange:
         self._timeout_seconds = timeout_seconds
 
     def refuse(self) -> None:
-        """Take part in the exchange of memory files without an own file, so that no rank gets a file."""
+        """Take part in the exchange without a memory file, so that :meth:`run` returns None on all ranks."""
         self._values_of_all("tokens", secrets.token_hex(TOKEN_BYTES))
         self._values_of_all("connections", [])
         self._values_of_all("found", mine=False)
@@ -228,7 +228,7 @@ class SegmentExchange:
                         served.add(_RANK.unpack(rank_bytes)[0])
 
     def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
-        """Return the memory file whose descriptor comes over ``connection``; None if the file lacks ``token``."""
+        """Return the file that comes over ``connection``; None if it lacks the sender's random ``token``."""
         try:
             connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -278,7 +278,7 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def _checked(descriptor: int, pid: int, token: str) -> PeerSegment | None:
-    """Return the memory file ``descriptor``; None if another user owns the file or the file lacks ``token``."""
+    """Return the memory file ``descriptor``; None if another user owns it, or if it lacks the rank's ``token``."""
     try:  # the token came through torch's store, into which every user of the machine can write
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError
