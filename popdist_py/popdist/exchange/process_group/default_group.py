@@ -23,7 +23,7 @@ _numbers: Final = count()
 
 
 def place_in_default_group() -> tuple[int, int]:
-    """Return this process's rank + 1 in torch's default group, and the group's size; ``NONE`` without a group."""
+    """Return this process's (rank + 1, size) in torch's default group; ``NONE``, (0, 0), without a group."""
     if not dist.is_available() or not dist.is_initialized():
         return NONE
     return dist.get_rank() + 1, dist.get_world_size()

@@ -168,7 +168,7 @@ class GroupCalls:
 
 
 def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: MayMove | None) -> None:
-    """Combine each of ``tensors`` over all ranks, in place; each result uses the values before the call."""
+    """Combine each of ``tensors`` over all ranks, in place; tensors that share memory are first copied."""
     combined = [tensor.clone() for tensor in tensors] if _share_memory(tensors) else tensors
     for tensor in combined:
         host.all_reduce(tensor, op, may_move)
@@ -226,7 +226,7 @@ def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Se
 
 
 def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
-    """Reduce and scatter tensors ``inputs``, each of which contains a part for every rank, in rank order."""
+    """Combine into ``outputs[i]`` this rank's part of all ranks' ``inputs[i]``, which has a part per rank."""
     for output, tensor in zip(outputs, inputs, strict=True):
         place = place_of(output)
         parts = [_apart(part, [place], place) for part in _parts(flat_values(tensor), host)]
@@ -292,9 +292,8 @@ def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = None) -> Tensor:
-    """Return ``tensor``; return a copy instead if ``tensor`` shares memory with one of ``outputs``.
-
-    No copy is made if the memory of ``tensor`` is ``allowed``, memory that is read before it is written.
+    """Return ``tensor``; return a copy if ``tensor`` shares memory with one of ``outputs``, unless the memory is
+    ``allowed``, memory that is read before it is written.
     """
     if allowed is not None and (tensor.data_ptr(), tensor.nbytes) == (allowed.data_ptr(), allowed.nbytes):
         return tensor
@@ -309,7 +308,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-    """Reduce and scatter each of ``inputs`` with torch's own backend; wait if there are several inputs."""
+    """Reduce and scatter ``inputs`` by a backend of torch; return the ``Work``, finished for several inputs."""
     call = torch_private_groups.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
     if len(works) == 1:
@@ -320,7 +319,7 @@ def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Optio
 
 
 def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:
-    """Return each rank's parts of the gathered ``outputs``, in the form of an all-gather's results."""
+    """Return for each rank the list of its parts in the gathered ``outputs``; for one rank only its list."""
     parts = [_parts_like(output, tensor, size) for output, tensor in zip(outputs, inputs, strict=True)]
     return unwrapped([list(row) for row in zip(*parts, strict=True)])
 

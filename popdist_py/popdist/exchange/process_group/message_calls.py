@@ -53,7 +53,7 @@ class MessageWork(dist.Work):
         return self.is_completed() and self._message.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of a message that has failed; None if the message is done or not yet done."""
+        """Return the error if the message has failed; None if the message is done or still on its way."""
         return self._message.error
 
     def source_rank(self) -> int:
@@ -63,7 +63,7 @@ class MessageWork(dist.Work):
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Wait for the message; return a finished ``Work`` of torch as a ScriptObject, as kernels must."""
+        """Wait for the message; return a finished ``Work`` as a ScriptObject, as torch's operators return it."""
         self.wait()
         return torch_private_groups.done_work([]).boxed()
 
@@ -123,6 +123,6 @@ def _send(messages: Messages, tensor: Tensor, rank: int, tag: int) -> Sent:
 
 
 def _receive(messages: Messages, tensor: Tensor, ranks: Sequence[int], tag: int) -> Receipt:
-    """Receive a message from one of ``ranks`` into ``tensor`` through shared memory; return what to wait for."""
+    """Request a message from one of ``ranks`` into ``tensor`` through shared memory; return the request."""
     place = place_of(tensor)
     return messages.receive(as_bytes(place), ranks, tag, lambda: give_back([tensor], [place]))

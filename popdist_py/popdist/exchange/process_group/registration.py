@@ -24,10 +24,8 @@ _INSTANCES_PER_REPLICA: Final = "POPDIST_NUM_INSTANCES_PER_REPLICA"
 
 
 def register() -> None:
-    """Register the backend, so that ``init_process_group("popdist")`` works; a second call does nothing.
-
-    Raises:
-        ImportError: If popdist cannot train with this torch.
+    """Register the backend, so that ``init_process_group("popdist")`` works; a second call does nothing. Raises
+    ImportError if popdist cannot train with this torch.
     """
     import torch
     from torch import distributed as dist
@@ -42,7 +40,7 @@ def register() -> None:
 
 @cache
 def remember_wrappers() -> "WeakSet[nn.Module]":
-    """Return a set to which every DistributedDataParallel and FullyShardedDataParallel made later is added."""
+    """Return the set of all DistributedDataParallel and FullyShardedDataParallel made since the first call."""
     from torch.nn.modules.module import register_module_module_registration_hook
     from torch.nn.parallel import DistributedDataParallel
 

@@ -90,7 +90,7 @@ def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> A
 
 
 def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
-    """Make a method that calls torch's method of the same name, but returns the ``Work`` of popdist's kernel."""
+    """Make the method ``name``, which calls torch's method, but returns the ``Work`` of popdist's kernel."""
     torchs_own = getattr(_ProcessGroup, torchs_name or name)
 
     def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:
@@ -102,7 +102,9 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
 
 
 def _kept(work: Work, method_frame: FrameType | None) -> Work:
-    """Return ``work``; first wait, and return a finished work, if the caller in C++ would not keep ``work``."""
+    """Return ``work``. If a caller in C++ would not keep this Python object (before torch 2.8), wait, and return a
+    finished work of torch's own class.
+    """
     if not isinstance(work, DoneWork | PendingWork) or torch_private_groups.keeps_works(method_frame):
         return work
     work.wait()
@@ -406,7 +408,7 @@ def _options(make: Any, named: dict[str, Any], call: DispatchedCall | None) -> A
 
 
 def _call_over_host(calls: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:
-    """Run a collective on copies of accelerator tensors in CPU memory, wait, and copy the results back."""
+    """Run a collective on CPU copies of accelerator tensors, which no backend sends; copy the results back."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def staged(value: Any) -> Any:
@@ -431,7 +433,9 @@ def _call_group(
     opts: tuple[Any, ...],
     call: DispatchedCall | None,
 ) -> Any:
-    """Run the collective ``method`` of popdist; return the work, boxed as torch's operators return a work."""
+    """Run popdist's collective ``method``; return its work boxed as a ScriptObject, as torch's operators return
+    works. If ``call`` is given, put the work into ``call``, and return a finished placeholder instead.
+    """
     if method == "scatter":
         return calls.scatter(*data, *opts).boxed()
     if call is None:  # if the operator was called directly, its work is torch's and cannot fail later

@@ -120,7 +120,7 @@ class _Failure:
         raise self._error
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise the collective's error when torch's C++ code pickles this value."""
+        """Raise the collective's error when torch's C++ code pickles this value in search of its tensors."""
         raise self._error
 
 
@@ -164,7 +164,7 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Run the collective ``do(*arguments)`` after earlier ones, or later if ``is_async``; return its work."""
+        """Run the collective ``do(*arguments)`` in its turn; if ``is_async``, perhaps later. Return its work."""
         if not is_async and not self._pending:
             with self._turn:
                 outside_inference(do, *arguments)
@@ -197,7 +197,7 @@ class WorkQueue:
                 self._turn.release()
 
     def begin(self) -> None:
-        """Begin to run the queued collectives in the group's thread, without waiting for another thread."""
+        """Make the group's thread run the queued collectives now, though another thread may soon wait for them."""
         self._events.put("wanted")
 
     def stop(self) -> None:
@@ -222,7 +222,7 @@ class WorkQueue:
                     self._do_next()
 
     def _next_event(self) -> _Event:
-        """Wait until the group's thread must run a collective for which nobody waits, or end; return which."""
+        """Wait until the group's thread has to run a collective or to end; return the event that has come."""
         event = self._events.get()
         while event == "issued" and len(self._tasks) <= 1:
             try:
@@ -249,7 +249,7 @@ class WorkQueue:
 
 
 def outside_inference(do: Callable[..., T], *arguments: Any) -> T:
-    """Call ``do`` outside of inference mode, because tensors that ``do`` keeps must not be of this mode."""
+    """Call ``do`` outside of inference mode, because later calls could not use tensors of inference mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             return do(*arguments)
