@@ -68,7 +68,7 @@ class ChannelWork(NamedTuple):
 
 
 class Channel:
-    """A thread with connections to all instances of the job, which runs collectives in the order of issue.
+    """A thread with own connections to all instances, which runs functions in the order of the calls of ``issue``.
 
     The queue, the counts and the failure belong together: the thread and its users read and change them in turns.
     """
@@ -121,7 +121,7 @@ class Channel:
 
     @contextmanager
     def posting(self) -> Iterator[None]:
-        """A context in which messages start; a lost connection raises no error here, but in later waits."""
+        """A context for ``send`` and ``receive``: after a lost connection only later waits raise an error."""
         try:
             yield
         except RuntimeError as error:
@@ -153,8 +153,8 @@ class Channel:
             self._thread.start()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until all functions that callers have passed to :meth:`issue` are done, or the first ``number``
-        functions. Raises BackendError if a function has failed.
+        """Wait until the first ``number`` functions that callers have passed to :meth:`issue` are done; if None,
+        all functions. Raises BackendError if a function has failed.
         """
         with as_backend_error("the gradients of the other instances did not come"):
             number = self.num_issued if number is None else number
@@ -173,7 +173,7 @@ class Channel:
             self._progress.wait_for(lambda: self._num_done >= self.num_issued)
 
     def _loss(self) -> BackendError | None:
-        """Return an error that names all lost instances; None if no instance is found lost within a second."""
+        """Return an error that names all lost instances; None if no connection is found closed within a second."""
         for _ in range(_NUM_LOOKS):
             if lost := self._name_lost():
                 return BackendError(f"the connection to {lost} was closed: it ended or was lost")
@@ -189,7 +189,7 @@ class Channel:
             self.local_collectives.abort()
 
     def close(self) -> None:
-        """End the channel's thread and its waits; otherwise accelerators would wait after the program's end."""
+        """End the channel's thread; abort unfinished collectives, for which an accelerator would wait for ever."""
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.abort()
@@ -209,7 +209,7 @@ class Channel:
         self.abort()
 
     def _work(self) -> None:
-        """Run issued functions in order; run the last parts of collectives when there is no newer function."""
+        """Run issued functions in order; while no function waits, run the last parts of started collectives."""
         follow_ups: deque[FollowUp] = deque()
         is_open = True
         while is_open or follow_ups:
@@ -257,4 +257,4 @@ class Channel:
 
 
 def _do_nothing() -> None:
-    """Do nothing, as the last part of a collective that is already done."""
+    """Do nothing: the last part, in the thread's queue, of a collective that had nothing left to do."""

@@ -53,7 +53,7 @@ def check_available(backend: str | None) -> None:
 
 
 class Connections:
-    """The connections of a job, or of the instances that hold the same part of different replicas.
+    """Connections among all instances of a job; if replicas have parts, among the instances with the same part.
 
     All connections are made and closed together, from the same facts of the job, so the facts stay with them.
     """
@@ -107,7 +107,7 @@ class Connections:
         return gloo
 
     def between_hosts(self) -> SeveralHosts:
-        """Return the collectives over several hosts; in a job on one host, collectives by messages over gloo."""
+        """Return collectives by messages between hosts; in a job on one host, by messages between instances."""
         if isinstance(self.collectives, SeveralHosts):
             return self.collectives
         everybody = range(self.num_instances)
@@ -116,9 +116,8 @@ class Connections:
         return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
     def direct(self, device: torch.device) -> Any:
-        """Return the backend that sends directly between accelerators; None if there is no such backend.
-
-        Also None if two instances share an accelerator. All instances must make the first call together.
+        """Return the backend that sends directly between accelerators; None if there is no such backend, or if two
+        instances share an accelerator. All instances must make the first call together.
         """
         if device.type not in self._direct:
             with as_backend_error("the other instances did not tell of their accelerators"):
@@ -138,7 +137,9 @@ class Connections:
             return direct
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """Return the channel, a thread for collectives on ``devices``; None for mixed types or one host's CPUs."""
+        """Return the channel, a thread for collectives on ``devices``. None for devices of several types, for CPUs
+        of one host, and for accelerators without a backend that sends directly.
+        """
         types = {device.type for device in devices}
         if len(types) > 1:
             return None
@@ -184,12 +185,12 @@ class Connections:
         return False
 
     def check_open(self) -> None:
-        """Raise BackendError if this instance has left or is leaving the job: a new thread might never run."""
+        """Raise BackendError if this instance has ended its threads or left the job; then no thread may start."""
         if self._is_stopped:
             raise BackendError(f"{self.names.of([self.instance_index])} has left the job")
 
     def in_background(self, wait: Callable[[], None]) -> Thread:
-        """Run ``wait`` in a new thread, and return the thread; gloo's own timeout would close all connections."""
+        """Run ``wait`` in a new thread, and return the thread: a timeout of gloo's own would close connections."""
         self.check_open()
         thread = Thread(target=wait, daemon=True)
         self._waiting = [other for other in self._waiting if other.is_alive()] + [thread]
@@ -210,7 +211,7 @@ class Connections:
             thread.join()
 
     def _close_connections(self, gloo: Any) -> None:
-        """Close all connections of a gloo group, and so end its waits, by a receive with a short timeout."""
+        """Close a gloo group's connections and so end its waits: a receive that times out closes a connection."""
         for peer in self.peers_among(range(self.num_instances)):
             with suppress(RuntimeError):
                 gloo.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, PROBE_TAG).wait(

@@ -72,7 +72,7 @@ class HostMessages:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """A context for a collective: an error inside ends the group on all hosts, with the same reason."""
+        """A context for a collective. An error inside ends the group for all ranks, with the same reason."""
         if self._failure is not None:
             raise BackendError(self._failure)
         try:
@@ -106,7 +106,7 @@ class HostMessages:
             raise BackendError(late if "timed out" in str(error).lower() else lost) from error
 
     def _agree_on(self, reason: str) -> str:
-        """Return the reason that the first failed rank put into the store; ``reason`` if the store has none."""
+        """Return the first failed rank's reason from the store; if there is none, store and return ``reason``."""
         # gloo reports a lost peer as a closed connection, and a rank that gives up closes all its connections
         with suppress(RuntimeError):
             if self._store.check([_FAILURE]):
@@ -163,7 +163,7 @@ class Member:
 
 
 def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> "HostCollectives | SeveralHosts":
-    """Return the collectives of a group: in memory if all ranks are on one host, otherwise also by messages.
+    """Return the collectives of a group: through memory within a host, and by messages between several hosts.
 
     All ranks must call this function. ``host`` is equal on all ranks of a host, and empty if the host is unknown.
     """
@@ -181,7 +181,7 @@ def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> 
 
 
 def num_in_a_row(machines: list[str]) -> int:
-    """Return the number of ranks of each machine; 1 if machines lack equal numbers of consecutive ranks."""
+    """Return how many consecutive ranks each machine has; 1 if the numbers differ or a machine is unknown."""
     if "" in machines:
         return 1
     num_local = max(1, len(machines) // len(set(machines)))
@@ -190,7 +190,7 @@ def num_in_a_row(machines: list[str]) -> int:
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """Return the number of ranks of each machine; 1 if it differs, or is no power of two on several machines."""
+    """Return how many ranks each machine has; 1 if they differ or, on several machines, are no power of 2."""
     num_local = num_in_a_row(machines)
     is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
     return num_local if is_node else 1
@@ -226,7 +226,7 @@ class RankPlace:
 
 
 class MessagePeers:
-    """The ranks with the same index on their hosts, which send each other messages: the `Peers` of `two_level`."""
+    """The `Peers` of a `two_level` reduction: the ranks with the same index on their hosts, by gloo messages."""
 
     def __init__(self, place: RankPlace, messages: HostMessages) -> None:
         self._place = place
@@ -269,12 +269,12 @@ class SeveralHosts:
         self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, self._local)
 
     def of_part(self, members: Sequence[int]) -> "SeveralHosts":
-        """Return the collectives of only ``members``, with this rank; each member counts as a separate host."""
+        """Return the collectives of only ``members``, this rank included, by messages only, also within a host."""
         rank = members.index(self._place.members[self._place.rank])
         return SeveralHosts(RankPlace(rank=rank, num_local=1, members=members), self._messages, None)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
-        """Combine the tensors of all ranks in place, bitwise equal on all ranks; ``may_move`` is ignored."""
+        """Combine the tensors of all ranks in place, bitwise equal on all ranks; ``may_move`` has no effect."""
         del may_move
         with self._call():
             flat = tensor.contiguous().view(-1)

@@ -84,7 +84,7 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
 
 
 def _shared_store(contract: Contract, master: Endpoint, timeout: timedelta) -> TCPStore:
-    """Return popdist's store, at the address at which the program's own ``env://`` store listens or will listen.
+    """Return popdist's store at the address of the program's ``env://`` store; both stores may share one server.
 
     torch serves all stores of one process at one port by one server. If this store is the first store, the server
     listens only at the address of the job's network.
@@ -121,7 +121,9 @@ def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, ti
 
 
 def _passed_descriptor(contract: Contract) -> int | None:
-    """Return instance 0's inherited listening socket, else None. Raises BackendError if the socket was closed."""
+    """Return the listening socket that instance 0 has inherited from poprun's agent; None on other instances.
+    Raises BackendError if the socket was closed.
+    """
     if contract.instance_index != 0:
         return None
     descriptor = contract.store_descriptor
@@ -143,7 +145,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _address_by_name() -> str:
-    """Return this host's address for other hosts; its name if the name means loopback here, as on Debian."""
+    """Return the address of this host's name; the name if the name means a loopback address, as on Debian."""
     name = socket.gethostname()
     try:  # only the pod itself knows its name, but all pods know its address
         address = socket.gethostbyname(name)
