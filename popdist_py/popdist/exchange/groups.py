@@ -127,7 +127,7 @@ class HeaderExchange(Protocol):
     """A started exchange of headers: before a collective each instance sends all others a message (header)."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return the headers of all instances. Raises BackendError if one is late; a later call may succeed."""
+        """Return all instances' headers. Raises BackendError if a header is late; a later call may succeed."""
 
     def peek(self) -> list[bytes] | None:
         """Return the headers of all instances if all have arrived, otherwise None. Never waits, never raises."""
@@ -154,20 +154,20 @@ class Backend(Protocol):
 
     @property
     def host_group(self) -> "HostGroup | None":
-        """The instances that share memory, if all instances of the job are on one host; otherwise None."""
+        """The group of instances that share memory, if the whole job is on one host; otherwise None."""
 
     @property
     def local_collectives(self) -> "HostCollectives | None":
         """The collectives among the instances of this host, if the job runs on several hosts; otherwise None."""
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
-        """Return the channel, a thread that runs collectives on ``devices``, or None. All instances call this."""
+        """Return the thread for collectives on ``devices``; None if there is none. All instances call this."""
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
         """Start to send ``header``, a message of equal length on all instances, to all. Does not wait."""
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
-        """Combine the flat tensors of all instances by ``op`` in place; length, dtype, device type are equal."""
+        """Combine all instances' flat tensors by ``op`` in place; length, dtype, device type must be equal."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """Return the ``tensor`` of every instance, stacked; shape, dtype and type of device must be equal."""
@@ -182,7 +182,7 @@ class Backend(Protocol):
         """Return a backend for only ``instances``, which include this instance, over the same connections."""
 
     def stop_threads(self) -> None:
-        """End this instance's threads before the process ends; the others do not notice. No call may follow."""
+        """End this instance's threads at the process's end; other instances notice nothing. Call nothing later."""
 
     def close(self) -> None:
         """Close the connections of this instance; the other instances detect that this instance has left."""
@@ -200,7 +200,7 @@ replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
 
 
 def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
-    """Return ``group``. Raises CollectiveError while a replica computes, if the instance has several replicas."""
+    """Return ``group``; raise CollectiveError if this instance now computes one of several replicas in turn."""
     if replicas_in_turn:
         raise CollectiveError(
             f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "
@@ -215,7 +215,7 @@ FIRST_ERROR_SECONDS: Final = 1.0
 
 
 def wait_for_first_error() -> None:
-    """Wait 1 s before raising an error that another instance caused, so that launchers report its error first."""
+    """Wait 1 s, so that launchers first report the other instance's error, which caused this instance's error."""
     time.sleep(FIRST_ERROR_SECONDS)
 
 
@@ -240,7 +240,7 @@ class Exchange:
         self.send_later: Callable[[list[list[int]]], object] | None = None
 
     def finish(self) -> None:
-        """Wait for all headers, then send the data of this collective if a signal has prevented the sending."""
+        """Wait for all headers; send the collective's data if a signal handler's error prevented this before."""
         numbers, send = self.wait(), self.send_later
         self.send_later = None
         if send is not None:
@@ -275,7 +275,7 @@ class Exchange:
 
 
 class Group:
-    """A set of instances that make collectives together, and check before each that all make the same one."""
+    """A set of instances that make collectives together; each time they check that all make the same call."""
 
     def __init__(
         self,
@@ -317,9 +317,8 @@ class Group:
         return exchange
 
     def limited_to(self, instances: tuple[int, ...]) -> "Group":
-        """Make a group of only the members ``instances``, ascending, over the same connections.
-
-        Headers of such a group contain no preemption notice.
+        """Make a group of only the members ``instances``, ascending, over the same connections; headers of such a
+        group contain no preemption notice.
         """
         is_whole_job = not self.job_numbers and instances == self.instances
         numbers = zip(self.instances, self.job_numbers or self.instances, strict=True)
@@ -343,7 +342,7 @@ class Group:
         data: Any,
         numbers: Sequence[int] = (),
     ) -> T:
-        """Run a collective: exchange headers, then return the result of ``send(data, numbers of all members)``."""
+        """Exchange headers with all members; then return ``send(data, numbers)``, with all headers' numbers."""
         self.num_bytes += getattr(data, "nbytes", 0)
         exchange = self.start(text, numbers)
         try:
@@ -363,9 +362,8 @@ class Group:
 
     @contextmanager
     def undivided(self, text: str) -> Iterator[None]:
-        """A context for sending data, in which a signal handler's error makes this instance leave the job.
-
-        The instance must leave, because the other instances wait for the rest of the data.
+        """A context for sending data. If a signal handler raises an error in the context, this instance leaves the
+        job, because the other instances wait for the rest of the data.
         """
         try:
             yield
@@ -381,7 +379,7 @@ class Group:
             raise
 
     def send_before_next(self, send: Callable[[], object]) -> None:
-        """Call ``send`` before the next exchange of headers, because other instances wait for the data sent."""
+        """Call ``send`` once, before this group's next exchange of headers: other instances wait for this data."""
         self._before_next.append(send)
 
     def read_preemption(self, received: Sequence[bytes]) -> None:
@@ -391,7 +389,7 @@ class Group:
             notice.is_known = True
 
     def remove_unfinished(self, exchange: Exchange) -> None:
-        """Remove ``exchange``, which has ended, from the exchanges that must end before the next collective."""
+        """Remove ``exchange``, which is complete, from the exchanges that the next collective must wait for."""
         if exchange in self._unfinished:
             self._unfinished.remove(exchange)
 
