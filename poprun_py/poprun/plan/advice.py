@@ -28,7 +28,7 @@ _OF_VIRTUAL_IPUS: Final = (
 def advise(
     plan: LaunchPlan, facts: MachineFacts, *, left_out: Sequence[str] = (), are_hosts_seen: bool = True
 ) -> tuple[str, ...]:
-    """Return texts of advice on ``plan``, most important first. ``left_out`` are MPI options without effect."""
+    """Return texts of advice on ``plan``, most important first. ``left_out`` are MPI options that are ignored."""
     lines = list(_on_machine(plan, facts))
     if left_out:
         lines.append(_on_words(left_out, plan.mpi))
@@ -39,7 +39,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Raise PlanError if this machine lacks GPUs or cores that the plan file ``source`` names; return warnings."""
+    """Raise PlanError if this machine lacks a GPU or bound core of a plan; return a warning of too few cores."""
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
@@ -61,7 +61,7 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
 
 
 def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the command-line options for virtual IPUs that have no effect on ``plan``, each with the reason."""
+    """Return a dict from each option for virtual IPUs that has no effect on ``plan`` to the reason, in words."""
     vipu = plan.vipu
     if vipu.is_offline:
         return dict.fromkeys(_OF_VIRTUAL_IPUS, "--offline-mode takes no virtual IPUs")
@@ -92,7 +92,7 @@ def _is_one_allocation(pod: str | None) -> bool:
 
 
 def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
-    """Return a warning that the job's launcher cannot use the words ``left_out``, which the user gave for MPI."""
+    """Return a warning that poprun ignores the MPI options ``left_out``, which the job's launcher cannot use."""
     words = shlex.join(left_out)
     if mpi is None:
         return f"{words}: left out, there is no MPI launcher that could be told; -x and --tag-output work without"
@@ -123,7 +123,7 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def check_gpus(plan: LaunchPlan, facts: MachineFacts) -> None:
-    """Raise PlanError if this machine has GPUs, but too few: the job would then silently compute on the CPU."""
+    """Raise PlanError if this machine has GPUs, but too few for the job: it would silently compute on the CPU."""
     is_counted = plan.asks_server or plan.vipu.pod is not None or plan.vipu.ipus_per_host is not None
     if facts.gpus and not (plan.devices or plan.vipu.is_offline or is_counted):
         raise PlanError(f"{_too_few_gpus(plan, facts)}; --offline-mode computes on the CPU")
@@ -210,7 +210,7 @@ def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _far_apart(plan: LaunchPlan) -> Iterator[str]:
-    """Yield advice if instances that share a replica or a layer are spread unevenly or over too many hosts."""
+    """Yield advice if hosts have unequal parts of a replica or layer, or if a layer is on several hosts."""
     num_local, sharing = plan.num_instances_per_host, plan.parallelism
     of_replica = sharing.instances_per_replica
     for what, size in (("shards of a layer", sharing.tensor), ("instances of a replica", of_replica)):
@@ -231,7 +231,7 @@ def _far_apart(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
-    """Return the largest number of instances that ``plan`` allows with ``num_per_host`` per host at most, or 0."""
+    """Return the most instances that ``plan`` allows with ``num_per_host`` or fewer a host; 0 if none is legal."""
     most, size = num_per_host * len(plan.hosts), plan.parallelism.instances_per_replica
     if size > 1:
         return most - most % math.lcm(size, len(plan.hosts))
@@ -241,7 +241,7 @@ def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:
-    """Return the advice to start ``better`` instances, as replicas take turns on ``busy`` of ``total`` devices."""
+    """Return the advice to start ``better`` instances: replicas take turns on ``busy`` of ``total`` devices."""
     replicas = f"the {plan.layout.num_local_replicas} replicas of each instance"
     gain = "all of them" if total.startswith(f"{used:,} ") else str(used)
     return f"{replicas} take turns on {busy} of {total}{_per_host(plan)}; --num-instances {better} uses {gain}"
@@ -252,5 +252,5 @@ def _per_host(plan: LaunchPlan) -> str:
 
 
 def named(noun: str, names: Collection[str]) -> str:
-    """Return the noun and the names as text, such as ``GPU 0`` or ``GPUs 0, 1``."""
+    """Return ``noun``, in the plural unless there is one name, and ``names`` as text, such as ``GPUs 0, 1``."""
     return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(names)}"

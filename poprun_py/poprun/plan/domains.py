@@ -29,7 +29,7 @@ def check_counted(plan: LaunchPlan) -> None:
 
 
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
-    """Return the job's number of IPU-Link domains (groups of linked IPUs); None without pod and ``--num-ilds``.
+    """Return the job's number of IPU-Link domains (linked IPUs); None without a pod if no option gives it.
 
     Raises PlanError if the job does not fit the domains.
     """
@@ -67,7 +67,7 @@ def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -
 
 
 def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
-    """Whether an IPU-Link domain with ``num_instances`` instances has whole replicas or part of one replica."""
+    """Whether an IPU-Link domain of ``num_instances`` instances has only whole replicas, or part of only one."""
     size = plan.parallelism.instances_per_replica
     return num_instances % size == 0 or size % num_instances == 0
 
@@ -128,7 +128,7 @@ def _legal_instances(plan: LaunchPlan) -> list[int]:
 
 
 def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
-    """Return an error's advice: how many replicas fit ``num_ipus`` virtual IPUs in ``num_parts`` equal groups."""
+    """Return advice on how many replicas fit into ``num_ipus`` virtual IPUs on ``num_parts`` equal hosts."""
     size = plan.parallelism.instances_per_replica
     most = num_ipus // num_parts // plan.num_devices_per_instance * num_parts // size
     if plan.parallelism.is_shared:
@@ -143,7 +143,9 @@ def _what_fits(plan: LaunchPlan, num_ipus: int, num_parts: int = 1) -> str:
 
 
 def _load_of_host(plan: LaunchPlan) -> str:
-    """Return what one host runs as text: ``16 replicas of 4 IPUs``, or the instances if they share replicas."""
+    """Return a host's load as text: ``16 replicas of 4 IPUs``, or ``8 instances of 2 IPUs`` if these share
+    replicas.
+    """
     if not plan.parallelism.is_shared:
         return _replicas_of(plan, plan.num_replicas // len(plan.hosts))
     instances = counted(plan.num_instances_per_host, "instance")

@@ -52,7 +52,7 @@ def framework_variables(
 
 
 def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return for each framework, such as JAX, the variables in ``environment`` that the framework reads."""
+    """Return a dict from each framework, such as JAX, to the variables in ``environment`` that it reads."""
     return {
         framework: {name: environment[name] for name in names if name in environment}
         for framework, names in _READ_BY.items()
@@ -60,7 +60,7 @@ def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def example_start(plan: LaunchPlan) -> StartFacts:
-    """Return example addresses for a dry run; port 0 stands for each port that a real start would choose."""
+    """Return example addresses of a job's stores and workers for a dry run; ports are 0, as none is chosen."""
     hosts = ("127.0.0.1",) if len(plan.hosts) == 1 else plan.hosts
     count = plan.num_instances_per_host
     workers = [Endpoint(host=hosts[index // count], port=0) for index in workers_of(plan)]
@@ -69,7 +69,7 @@ def example_start(plan: LaunchPlan) -> StartFacts:
 
 
 def workers_of(plan: LaunchPlan) -> range:
-    """Return the instances that the variable TF_CONFIG lists: all if the job has 2 to 512, otherwise none."""
+    """Return the instances in the variable TF_CONFIG: all if the job has 2 to 512, none if 1 or too many."""
     return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 
@@ -95,7 +95,7 @@ def contradictions(plan: LaunchPlan, user: Mapping[str, str]) -> Iterator[str]:
 
 
 def _contradicting_masks(plan: LaunchPlan, asked: Collection[str]) -> Iterator[str]:
-    """Yield a warning for each variable in ``asked`` (option -x) that would select other GPUs than poprun selects.
+    """Yield a warning for each variable of option -x (``asked``) that would select other GPUs than poprun selects.
 
     Raises PlanError for a variable that would number the GPUs anew.
     """

@@ -37,7 +37,7 @@ class VirtualIpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All virtual IPUs of one machine or of one pod, from which jobs lease virtual IPUs."""
+    """All virtual IPUs of one machine or of one pod, of which a job leases (has until its end) some or all."""
 
     name: str  # such as ``POD64``, or the machine's own name
     kind: str  # ``gpu``, ``cpu`` or ``pod``; ``core`` for cores that only one job may use
@@ -68,7 +68,7 @@ class Cluster:
     def pick(
         self, num_ipus: int, allocation: str | None = None, num_domains: int = 1
     ) -> Callable[[Collection[str]], tuple[VirtualIpu, ...]]:
-        """Return a function that chooses ``num_ipus`` IPUs, given the names of all IPUs in use.
+        """Return a function that chooses ``num_ipus`` free IPUs of ``allocation``, given the names of IPUs in use.
 
         See `choose_ipus` for the rules of the choice.
         """
@@ -94,12 +94,12 @@ def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def cpu_slots() -> Iterator[VirtualIpu]:
-    """Return an endless iterator over virtual IPUs that stand for parts of a machine's CPU."""
+    """Return an endless iterator over virtual IPUs that are parts of a CPU: jobs may ask for any number."""
     return (VirtualIpu(index=index, name=f"{CPU}/{index}") for index in count())
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """Return a cluster of ``num_ipus`` parts of a CPU. If None, it has ``num_shown``, and jobs may add more."""
+    """Return a cluster of ``num_ipus`` parts of a CPU; if None, of ``num_shown`` parts, and jobs may add parts."""
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
@@ -127,12 +127,12 @@ def choose_ipus(
 
 
 def size_of_partition(num_ipus: int) -> int:
-    """Return the size of the smallest partition with room for ``num_ipus`` IPUs; sizes are powers of two."""
+    """Return how large a partition (virtual IPUs set aside together) for ``num_ipus`` IPUs is: a power of two."""
     return 1 << max(0, num_ipus - 1).bit_length()
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """Choose ``num_ipus`` of ``ipus``, if possible neighbours whose first index is aligned to a power of two."""
+    """Choose ``num_ipus`` neighbours that begin at a multiple of their partition's size; else the first IPUs."""
     size = size_of_partition(num_ipus)
     by_index = {ipu.index: ipu for ipu in ipus}
     for first in by_index:

@@ -155,7 +155,7 @@ def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]
 
 
 def _subnet(written: Sequence[str]) -> str | None:
-    """Return the network in the words ``--mca btl_tcp_if_include 10.1.0.0/16``; None for other words."""
+    """Return the network to which ``--mca btl_tcp_if_include 10.1.0.0/16`` restricts MPI; None for other words."""
     if len(written) != len(("--mca", "name", "value")) or written[1] not in _INTERFACES:
         return None
     from ipaddress import ip_network

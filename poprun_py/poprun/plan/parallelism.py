@@ -55,7 +55,7 @@ def mapping_in_file(content: str, name: str, path: str) -> AskedMapping:
 
 
 def choose_parallelism(request: LaunchRequest) -> Parallelism:
-    """Return how instances share a replica. Raises PlanError if options in ``request`` contradict each other."""
+    """Return how many instances, stages and shards a replica has. Raises PlanError if options contradict."""
     asked, size = request.mapping, request.instances_per_replica
     if size is not None:
         check_count("--instances-per-replica", size)
@@ -73,8 +73,8 @@ def choose_parallelism(request: LaunchRequest) -> Parallelism:
 
 
 def with_counts(request: LaunchRequest, size: int, *, is_counted: bool) -> tuple[LaunchRequest, bool]:
-    """Return ``request`` with the numbers of replicas and instances that follow from the request's mapping, and
-    whether the number of instances is now known.
+    """Return ``request`` with the numbers of replicas and instances that its mapping sets; and, as a bool, whether
+    the user or the mapping has set the number of instances.
 
     The argument ``size`` is the number of instances of a replica. Raises PlanError if counts contradict the
     mapping.
@@ -107,7 +107,7 @@ def _contradiction(request: LaunchRequest, asked: AskedMapping, number: int, *, 
 
 
 def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
-    """Raise PlanError if each host has GPUs, ``num_gpus``, but too few for the mapping that the user asked for."""
+    """Raise PlanError if hosts have GPUs (``num_gpus`` each), but too few for the user's mapping (``asked``)."""
     if asked.replicas is None or plan.devices or not num_gpus:
         return
     counts = f"{num_gpus} on each of {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else str(num_gpus)
@@ -123,7 +123,7 @@ def check_found(plan: LaunchPlan, asked: AskedMapping, num_gpus: int) -> None:
 
 
 def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """Return a warning if the job's devices differ from the devices for which its mapping was made; else ()."""
+    """Return a tuple of one warning if the job has other devices than its mapping was planned for; () if not."""
     if asked.devices is None or (plan.vipu.is_offline and asked.devices.are_gpus):
         return ()
     planned, on_gpus = asked.devices, bool(plan.devices)
@@ -144,7 +144,7 @@ def other_devices(plan: LaunchPlan, asked: AskedMapping, gpus: Sequence[Gpu]) ->
 
 
 def _other_kind(planned: "PlannedDevices", gpu: Gpu) -> str:
-    """Return name and memory of ``gpu`` if it is another model or has less memory than ``planned``; "" if not."""
+    """Return the model and memory of ``gpu`` as text if ``planned`` has another model or more memory; else ""."""
     is_other = gpu.model and planned.device in DEVICES and not is_called(planned.device, gpu.model)
     if is_other or 0 < gpu.memory_bytes < _ENOUGH * planned.memory_gib * GIB:
         return f"{gpu.model} with {gib(gpu.memory_bytes)} GiB, not {planned.memory_gib:.2f}"

@@ -44,7 +44,7 @@ def flat_map(cores: Iterable[int]) -> tuple[Cpu, ...]:
 
 
 def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) -> tuple[Binding, ...]:
-    """Return the cores of each instance on a host; () if the instances shall not be bound to cores."""
+    """Return the bindings of a host's instances to cores; () if the instances shall not be bound to cores."""
     if placement is ProcessPlacement.DISABLED:
         return ()
     if placement is ProcessPlacement.SPREADNUMA:
@@ -55,7 +55,7 @@ def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) 
 
 
 def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Binding, ...]:
-    """Return bindings to ``parts``, the cores of each instance; instances with equal cores share one binding."""
+    """Return a `Binding` for each different set of cores in ``parts``, which has a set for each instance."""
     instances: dict[_Part, list[int]] = {}
     for instance, part in enumerate(parts):
         instances.setdefault(part, []).append(instance)
@@ -70,13 +70,13 @@ def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Bi
 
 
 def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the NUMA nodes whose memory is near the cores ``part``; () if these are all ``memory_nodes``."""
+    """Return the NUMA nodes of ``memory_nodes`` near the cores ``part``; () if no node would be left out."""
     nodes = {cpu.node for cpu in part}.intersection(memory_nodes)
     return tuple(sorted(nodes)) if len(nodes) < len(memory_nodes) else ()
 
 
 def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """Return the cores of whole NUMA nodes for each instance; () if each instance would get all cores."""
+    """Return each instance's cores, in whole NUMA nodes; () (no binding) if each instance would get all cores."""
     nodes = _groups(host.cpus, _node_of)
     if len(nodes) == 1 or demand.num_instances == 1:
         return ()
@@ -88,7 +88,7 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """Return the indices of the NUMA nodes near an instance's GPUs; without GPUs, of a node that it may share."""
+    """Return the indices of an instance's NUMA nodes: near its GPUs; if unknown, one node, maybe a shared one."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 
@@ -124,7 +124,7 @@ def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Se
 
 
 def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
-    """Return the first physical cores of ``units``, at least one, with at most ``max_cores`` hardware threads."""
+    """Return the first ``units`` (each a core's hardware threads), up to ``max_cores`` threads, at least one."""
     total, kept = 0, 0
     for unit in units:
         total += len(unit)
@@ -133,7 +133,9 @@ def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
 
 
 def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
-    """Return ``size`` physical cores for each instance, from the smallest cache or NUMA node with enough cores."""
+    """Return ``size`` physical cores for each instance: if no GPU has a known NUMA node, in the smallest cache or
+    NUMA node with enough cores for all instances; otherwise sets of all cores, of which `_nearest` chooses.
+    """
     scopes = [units]
     if not any(demand.near):
         scopes = [*_by_size(units, _cache_of), *_by_size(units, _node_of), units]
@@ -157,7 +159,7 @@ def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
 
 
 def _by_size(units: Sequence[_Part], key: Callable[[Cpu], tuple[int, ...]]) -> list[Sequence[_Part]]:
-    """Return the physical cores ``units`` in groups with one cache or NUMA node (``key``), the smallest first."""
+    """Return the physical cores ``units`` in groups with one cache or NUMA node (``key``), smallest first."""
     return sorted((list(group) for _, group in groupby(units, key=lambda unit: key(unit[0]))), key=len)
 
 
@@ -187,7 +189,7 @@ def _place_of_core(cpu: Cpu) -> tuple[int, ...]:
 
 
 def _groups(cpus: Iterable[Cpu], key: Callable[[Cpu], tuple[int, ...]]) -> Sequence[_Part]:
-    """Return the hardware threads ``cpus``, grouped by ``key``, in the order of the keys."""
+    """Return the hardware threads ``cpus`` in groups with equal ``key``, such as the NUMA node, sorted by key."""
     in_order = sorted(cpus, key=lambda cpu: (key(cpu), cpu.number))
     return [tuple(group) for _, group in groupby(in_order, key=key)]
 

@@ -52,7 +52,7 @@ class Places(Parallelism):
         return tuple(self.hosts[number] for number in sorted(numbers))
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return the host and the part of a replica that all ``instances`` have in common, as a text."""
+        """Return the host and part of a replica that all ``instances`` have in common, as text; "" without any."""
         instances = tuple(instances)
         hosts = self.hosts_of(instances)
         host = f"host {hosts[0]}" if len(hosts) == 1 else ""
@@ -208,7 +208,7 @@ class LaunchPlan:
 
     @property
     def num_devices_per_instance(self) -> int:
-        """The number of GPUs that each instance needs; its replicas use the GPUs in turn."""
+        """The number of GPUs that an instance needs for one replica, or its part of one; replicas take turns."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
     @property
@@ -228,7 +228,7 @@ class LaunchPlan:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether several instances of a host use the same GPU, or slices of GPUs."""
+        """Whether instances of a host share GPUs: GPUs are too few, or are slices of larger GPUs."""
         maker = MAKERS[self.maker]
         is_shared = len(self.devices) < self.num_gpus_needed or any(map(maker.is_slice, self.devices))
         return bool(self.devices) and self.num_instances_per_host > 1 and is_shared
@@ -280,12 +280,12 @@ class LaunchPlan:
 
     @property
     def cache_directory(self) -> str | None:
-        """The absolute path of the directory for compiled programs; None if there is no such directory."""
+        """The absolute path of the directory in which programs cache compiled code; None if the user gave none."""
         path = self.executable_cache_path
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """Return the variables that the user asked to pass from poprun to instance ``index``, or to all (None)."""
+        """Return names of variables that the user passes from poprun to instance ``index``; if None, to all."""
         return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
@@ -293,7 +293,7 @@ class LaunchPlan:
         return {name: value for name, value in self._asked_variables(index) if value is not None}
 
     def _asked_variables(self, index: int | None) -> Iterator[tuple[str, str | None]]:
-        """Yield the variables that the user set for all programs, then the variables for instance ``index``."""
+        """Yield variables that the user set: for all instances, then for ``index``; None means poprun's value."""
         yield from self.variables
         for instance, variables in self.instance_variables:
             if instance == index:

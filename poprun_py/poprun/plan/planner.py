@@ -78,7 +78,9 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Return the plan of :func:`make_plan`, and advice. ``are_hosts_seen``: whether poprun inspects all hosts."""
+    """Return the plan for ``request``, and texts of advice on the plan. If ``are_hosts_seen`` is false, poprun
+    inspects no other hosts, and the advice says so.
+    """
     request, counts = _count(request, facts, pod, is_counted=is_counted)
     hosts, num_instances = counts.hosts, counts.num_instances
     check_settings(request, num_instances, counts.parallelism)
@@ -129,7 +131,7 @@ def make_advised_plan(
 
 
 def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts) -> tuple[str, ...]:
-    """Raise PlanError if GPUs are too few for the request's mapping; return a warning if their kind differs."""
+    """Raise PlanError if GPUs are too few for the user's mapping; return a warning if it is for other devices."""
     if request.mapping is None:
         return ()
     from poprun.plan.parallelism import check_found, other_devices
@@ -157,7 +159,9 @@ class _Counts:
 def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
-    """Return ``request``, completed by its mapping and Slurm's job, and the numbers of instances and replicas."""
+    """Return ``request``, with the hosts and numbers of its mapping and of Slurm's job filled in, and the job's
+    hosts and numbers (`_Counts`), with a value for each number that the user left open.
+    """
     if request.num_replicas is not None:
         check_count("--num-replicas", request.num_replicas)
     parallelism = Parallelism()
@@ -196,7 +200,7 @@ def _count(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """Choose each instance's cores on a host, of the leased cores ``given``, or of the plan's cores if None."""
+    """Return the bindings of a host's instances to the leased cores ``given``, or to the plan's cores if None."""
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
@@ -361,7 +365,7 @@ def _gpus(request: LaunchRequest, facts: MachineFacts) -> tuple[Gpu, ...]:
 def _choose_devices(
     request: LaunchRequest, facts: MachineFacts, num_instances: int, num_each: int
 ) -> tuple[str, ...]:
-    """Choose the GPUs of a host, free GPUs first; return their names in slot order.
+    """Choose the GPUs of a host, free GPUs first; return their names in the order of all GPUs of the machine.
 
     The host has ``num_instances`` instances, each of which needs ``num_each`` devices. If there are too few
     devices, instances share all devices if the user allows this; otherwise the result is ().

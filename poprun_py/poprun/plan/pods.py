@@ -88,7 +88,7 @@ def read_pod(text: str, source: str) -> Cluster:
 
 
 def on_machine(pod: Cluster, names: Collection[str]) -> Cluster:
-    """Return ``pod`` with only the IPUs of the host called ``names``; with all IPUs if there is no such host."""
+    """Return ``pod`` with only the IPUs of its host that has one of ``names``; all IPUs if no host has one."""
     return replace(pod, ipus=next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus))
 
 

@@ -190,7 +190,9 @@ class LaunchRequest:
 
 
 def check_output(output: OutputSettings, num_instances: int, *, has_mesh: bool = True) -> None:
-    """Raise PlanError if ``output`` is impossible. Only with ``has_mesh`` may a line's tag name stage or shard."""
+    """Raise PlanError if an instance, a path or the tag of lines in ``output`` is wrong. A tag may have the fields
+    stage and shard only if the stage and shard of each instance are known (``has_mesh``).
+    """
     unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
     if unknown:
         raise PlanError(
@@ -227,7 +229,7 @@ def check_ending(ending: EndingSettings) -> None:
 
 
 def check_remote(remote: RemoteSettings) -> None:
-    """Raise PlanError if ssh's configuration file or the network in ``remote`` is impossible."""
+    """Raise PlanError if the path of ssh's configuration file is unusable, or the network is malformed."""
     check_path("--ssh-config", remote.ssh_config)
     if remote.ssh_config is not None and len(remote.ssh_config.split()) != 1:
         raise PlanError(
@@ -328,7 +330,7 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
 def check_counts(
     *, num_instances: int, num_replicas: int | None, num_hosts: int, instances_per_replica: int = 1
 ) -> None:
-    """Raise PlanError if instances do not divide evenly over hosts, or replicas or instances over each other."""
+    """Raise PlanError if hosts or shared replicas have unequal numbers of instances, or instances of replicas."""
     check_count("--num-instances", num_instances)
     if num_replicas is not None:
         check_count("--num-replicas", num_replicas)

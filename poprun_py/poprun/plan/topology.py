@@ -123,7 +123,7 @@ class MachineFacts:
         return int(text) if text.isdecimal() else 0
 
     def within(self, allocation: Allocation | None) -> "MachineFacts":
-        """Return the facts about a node of Slurm's job: about this machine if it is a node, else as Slurm says."""
+        """Return facts about a node of Slurm's job: this machine's if it is a node, else facts that Slurm gave."""
         if allocation is None or allocation.node_here is not None or self.hostname in allocation.nodes:
             return replace(self, allocation=allocation)
         return replace(
@@ -168,7 +168,7 @@ class Binding:
         return self.instances[position : position + 1] == (instance,)
 
     def share_of(self, instance: int) -> tuple[int, ...]:
-        """Return the cores of ``instance``, at least one, if the binding's instances divide its cores evenly."""
+        """Return the cores of ``instance``: an equal part of the binding's cores, but at least one core."""
         position, count = bisect_left(self.instances, instance), len(self.instances)
         first = position * len(self.cores) // count
         return self.cores[first : max(first + 1, (position + 1) * len(self.cores) // count)]

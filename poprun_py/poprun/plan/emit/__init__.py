@@ -30,7 +30,7 @@ def emit_job(
     command: Sequence[str] = ("poprun",),  # the command with which a batch script makes the same plan
     user_num_threads: str = "",  # the user's OMP_NUM_THREADS on this machine
 ) -> str:
-    """Return the text of a cluster's job that runs ``plan``. Raises UsageError if a needed value is missing."""
+    """Return the YAML or script of a job that runs ``plan``. Raise UsageError if program or image is missing."""
     if not plan.program:
         raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
     if plan.threads_per_replica is None and re.fullmatch("[1-9][0-9]*", user_num_threads):

@@ -130,7 +130,7 @@ def _common_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a pod's container; ``$`` becomes ``$$``, because Kubernetes would replace ``$(NAME)``."""
+    """Return a pod's container as a dict; ``$`` is doubled, so that Kubernetes does not replace ``$(NAME)``."""
     entries = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": value}}}
         if value == _INDEX
@@ -143,7 +143,7 @@ def _container(image: str, command: tuple[str, ...] = (), env: Mapping[str, str]
 
 
 def _computing_pod(plan: LaunchPlan, container: dict[str, Any], num_instances: int) -> dict[str, Any]:
-    """Return a pod with what ``num_instances`` instances need: GPUs or cores, shared memory, time to stop."""
+    """Return a pod as a dict: ``container`` with its instances' GPUs, CPUs, shared memory, and time to stop."""
     resources: dict[str, Any] = {}
     if plan.devices:
         num_devices = min(num_instances * plan.num_devices_per_instance, len(plan.devices))

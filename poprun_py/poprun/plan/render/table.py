@@ -130,7 +130,7 @@ def _instance_row(plan: LaunchPlan, index: int, host: str = "") -> Sequence[str]
 
 
 def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
-    """Return the cells of the row for the instances from ``first`` up to, but without, ``last``."""
+    """Return the table's cells, number ranges as text, for the instances from ``first`` up to ``last - 1``."""
     instances, size = range(first, last), plan.parallelism.instances_per_replica
     places = [plan.parallelism.place_of(index) for index in instances[:size]]
     numbers_of = ((place[name] for place in places if name in place) for name in _PLACES)

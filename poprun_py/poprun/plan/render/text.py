@@ -32,7 +32,7 @@ class _Cells:
 
     @property
     def leaf_width(self) -> int:
-        """The width of the last row's cells with which the cells of all rows have room for their text."""
+        """The width of the last row's cells, large enough that in every row each text fits into its cell."""
         num_leaves = len(self.leaves)
         widest = max(map(len, self.leaves))
         for row in self.rows.values():
@@ -48,7 +48,7 @@ class _Cells:
 
 
 def render_text(plan: LaunchPlan) -> str:
-    """Return ``plan`` as PopRun's ASCII table of hosts, instances and replicas."""
+    """Return ``plan`` as the ASCII table of hosts, instances and replicas that Graphcore's PopRun prints."""
     for cells in _foldings(plan):
         if cells.width <= MAX_WIDTH:
             break
@@ -70,7 +70,9 @@ def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
 
 
 def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[str]]) -> _Cells:
-    """Return a table with a cell for each IPU-Link domain, or one cell for all if columns do not divide evenly."""
+    """Return a table of hosts, IPU-Link domains and ``rows``: a cell for each domain if the last row's cells
+    divide evenly over the domains, otherwise one cell for all domains.
+    """
     shown = {label: row for label, row in rows.items() if row}
     divides = len(_Cells(shown).leaves) % plan.num_ilds == 0
     ilds = _items(plan.num_ilds) if divides else [fold_numbers(range(plan.num_ilds))]
@@ -78,7 +80,7 @@ def _cells(plan: LaunchPlan, hosts: Sequence[str], rows: Mapping[str, Sequence[s
 
 
 def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:
-    """Yield tables of the plan, each with less detail than the table before; very large tables are left out."""
+    """Yield tables of the plan, each with less detail than the table before, but none that is surely too wide."""
     num_hosts, num_instances, num_replicas = len(plan.hosts), plan.num_instances, plan.num_replicas
     if plan.parallelism.is_shared and num_instances <= MAX_WIDTH:
         yield _cells(plan, plan.hosts, _shared_rows(plan))

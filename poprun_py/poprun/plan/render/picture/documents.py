@@ -94,12 +94,12 @@ def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
 
 
 def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return an SVG title with ``words``, which viewers show as the explanation of a group, and no attributes."""
+    """Return an SVG group's first elements, a title with ``words`` that viewers show, and its attributes: none."""
     return [element("title", escaped(words))], {}
 
 
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return no elements, and attributes of an SVG group with the label ``words``, which the page can show."""
+    """Return an SVG group's first elements, none, and its attributes, with the label ``words`` for the page."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 

@@ -60,7 +60,7 @@ _SIZES: Final = (
 
 
 def draw(scene: Scene, describe: Description) -> Block:
-    """Return the drawing of ``scene`` with a legend below it; ``describe`` explains each group to a reader."""
+    """Return the drawing of ``scene``, the parts of a plan to draw, and a legend; ``describe`` explains groups."""
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
     drawer = _Drawer(scene, sizes, framing(scene), describe)
     picture = drawer.hosts()
@@ -132,7 +132,7 @@ class _Drawer:
     def frames(
         self, class_: str, blocks: Sequence[Block], count: int, padding: int, gap: int, first: int = 0
     ) -> list[Block]:
-        """Return frames, each around ``count`` blocks; frames of IPU-Link domains get numbers from ``first``."""
+        """Return frames around ``count`` of ``blocks`` each; IPU-Link domains are numbered from ``first``."""
         size, space, frames = self.sizes.text, self.sizes.space, []
         top = padding + size + space if class_ == "ild" else padding
         for start in range(0, len(blocks), count):
@@ -237,12 +237,12 @@ def hue_of(plan: LaunchPlan, instance: InstancePlan) -> int:
 
 
 def _chip_columns(num_chips: int) -> int:
-    """Return how many of an instance's ``num_chips`` virtual IPUs are in a row: at most 4, 8 or 16."""
+    """Return how many of ``num_chips`` virtual IPUs are in a row: 4 of up to 16, 8 of up to 64, otherwise 16."""
     return min(num_chips, 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16)
 
 
 def _legend(framed: Framing, bar: str) -> Block:
-    """Return the drawing of a line that names each shape; ``bar`` is the name for the shape of a bar."""
+    """Return the drawing of a line that names each shape; ``bar`` is the name of the bars, such as ``replica``."""
     x, children = 0, []
     shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("bar", bar)]
     if framed.is_shaded:

@@ -53,7 +53,7 @@ class Scene:
 
 
 def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int = FOLDED_IPUS) -> Scene:
-    """Return how much of ``plan`` to draw: all, or about ``folded_ipus`` of more than ``max_ipus`` IPUs."""
+    """Return how much of ``plan`` to draw: all, or, of more than ``max_ipus`` IPUs, about ``folded_ipus``."""
     num_ipus = plan.num_replicas * plan.ipus_per_replica
     return Scene(plan, folded_ipus if num_ipus > max_ipus else num_ipus)
 
