@@ -63,7 +63,7 @@ def run_job(
 
 
 def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the variables from which a Lightning Fabric script reads its number of devices; {} for others."""
+    """Return variables with the number of devices for a Lightning Fabric script; {} if the program needs none."""
     if not any(word.endswith(".py") for word in plan.program):
         return {}
     counts = plan.num_instances_per_host, len(plan.hosts)

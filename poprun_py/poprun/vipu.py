@@ -134,7 +134,7 @@ _REMOVE: Final = _verb("remove", "Remove a partition.")
 
 
 def _add_listing(noun: str, help_text: str, rows: Callable[[AnyPool], list[Row]], columns: str) -> None:
-    """Add the command ``noun`` to `vipu list`: it prints ``rows(pool)`` as a table of ``columns`` or as JSON."""
+    """Add the command ``noun`` to `vipu list`, which prints ``rows`` of the pool of leases as a table or JSON."""
 
     def show(output: str) -> None:
         found = rows(_pool())
@@ -219,7 +219,7 @@ def _pool() -> AnyPool:
 
 
 def _cluster_here() -> Cluster:
-    """Return the virtual IPUs of this machine, from its GPUs, its cores and environment variables."""
+    """Return this machine's virtual IPUs: of the pod in POPRUN_POD, else of its GPUs, else of its CPU."""
     pod = os.environ.get(_POD_VARIABLE)
     num_ipus = os.environ.get(_IPUS_VARIABLE)
     if num_ipus is not None and not num_ipus.isdecimal():
@@ -330,7 +330,7 @@ def _served_cluster() -> Cluster:
 
 
 def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:
-    """Return a function that returns ``find()``, but calls the slow function ``find`` at most every 5 s."""
+    """Return a function that returns a result of the slow function ``find``, which is called at most every 5 s."""
     found: list[tuple[float, Cluster]] = []
 
     def find_again() -> Cluster:

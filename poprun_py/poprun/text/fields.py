@@ -34,7 +34,7 @@ _SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 def between(least: float, most: float) -> Rule:
-    """Return a function that raises ValueError for a number outside of ``least`` to ``most``."""
+    """Return a function that returns a number from ``least`` to ``most``, and raises ValueError for others."""
 
     def check(number: float) -> float:
         if not least <= number <= most:
@@ -45,7 +45,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def printable(least: int, most: int) -> Rule:
-    """Return a function that raises ValueError unless a text has ``least`` to ``most`` printable characters."""
+    """Return a function that returns ``least`` to ``most`` printable characters, and else raises ValueError."""
 
     def check(text: str) -> str:
         if not (least <= len(text) <= most and text.isprintable()):
@@ -142,7 +142,7 @@ class _Reader:
     is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
-        """Return an object of the dataclass ``kind`` from ``values``, a dict that also has the keys ``extra``."""
+        """Return a dataclass object (``kind``) from ``values``, a dict that must also have the keys ``extra``."""
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         if self.is_part:
             fields = tuple(field for field in fields if field.name in mapping or not _has_default(field))
@@ -179,7 +179,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {_listed(unknown, path)} no key of {self.noun}; {known}")
 
     def read(self, kind: Any, value: object, path: str) -> Any:
-        """Return ``value``, which a file has under the keys ``path``, as a ``kind``. Raise PlanError if wrong."""
+        """Return ``value`` as the type ``kind``. Raise PlanError, which names ``path``, if it does not fit."""
         origin, inner = get_origin(kind), get_args(kind)
         if origin in _UNIONS:
             (kind,) = set(inner) - {NoneType}
@@ -241,7 +241,7 @@ class _Reader:
             raise self._wrong(path, _WORDS[kind], value) from None
 
     def _follow(self, rule: Rule, value: object, path: str) -> Any:
-        """Return ``rule(value)``. If ``rule`` raises, raise PlanError with the file's name and ``path``."""
+        """Return ``rule(value)``, a checked value. If ``rule`` raises, raise PlanError, which names ``path``."""
         try:
             return rule(value)
         except (ValueError, PlanError) as error:
@@ -263,7 +263,7 @@ def _pair(kind: Any) -> Sequence[Any]:
 
 
 def _listed(names: Sequence[str], path: str) -> str:
-    """Return the beginning of a message about missing or unknown keys, such as ``hosts, program are``."""
+    """Return the first words of a message about wrong or missing keys, such as ``hosts, program are``."""
     return f"{', '.join(f'{path}{name:.60}' for name in names)} {'is' if len(names) == 1 else 'are'}"
 
 

@@ -42,7 +42,7 @@ _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
 
 
 def write_any_letter() -> None:
-    """Make prints never fail: replace letters that the encoding of standard output and error lacks."""
+    """Let no later print fail on a letter that standard output or error cannot encode: print a replacement."""
     codecs.register_error(_READABLE, _in_other_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -60,7 +60,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def exit_code_of(run: Callable[[], int], report: Callable[[str], object]) -> int:
-    """Return the exit code of ``run()``; if it raises, ``report`` the message and return the error's exit code."""
+    """Return the exit code of ``run()``; if it raises, call ``report(message)`` and return the error's code."""
     try:
         return run()
     except BrokenPipeError:
