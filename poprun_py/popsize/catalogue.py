@@ -101,7 +101,7 @@ def named_model(name: str, numbers: Iterable[str] = ()) -> Model:
 
 
 def model_numbers(words: Iterable[str]) -> dict[str, Any]:
-    """Return the sizes of a model that ``words`` such as ``layers=96`` set, by name. ModelError if wrong."""
+    """Return the sizes of a model that ``words`` such as ``layers=96`` set. Raise ModelError if one is wrong."""
     given: dict[str, Any] = {}
     for word in words:
         name, value = _number(word)
@@ -112,7 +112,7 @@ def model_numbers(words: Iterable[str]) -> dict[str, Any]:
 
 
 def _number(word: str) -> tuple[str, int | bool]:
-    """Return the name and the value in a word such as ``layers=96`` or ``gated=yes``. ModelError if wrong."""
+    """Return name and value of a word such as ``layers=96`` or ``gated=yes``. Raise ModelError if it is wrong."""
     name, _, value = word.partition("=")
     known = {f.name: f.type for f in fields(Transformer)}
     if name not in known:
@@ -200,7 +200,7 @@ def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
 
 
 def _config_number(table: Mapping[str, Any], number: str, origin: str) -> int | None:
-    """Return the size ``number`` in a Hugging Face configuration; None if it is optional and not there."""
+    """Return a model's size ``number`` from a Hugging Face configuration; None if it is optional and missing."""
     names = FIELD_NAMES[number]
     name = next((name for name in names if table.get(name) is not None), None)
     if name is None and number in _USUAL:
@@ -293,7 +293,7 @@ _KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
 
 
 def _checked(value: Any, least: Any, name: str) -> Any:
-    """Return ``value``, parsed JSON, after a comparison of its types, keys and ranges with ``least``.
+    """Return the parsed JSON ``value`` if its types and keys are as in ``least``, and its numbers not smaller.
 
     Raises TypeError or ValueError if ``value`` does not agree with ``least``.
     """

@@ -37,7 +37,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """The seconds of the forward and backward pass of a micro batch: computation, and tensor all-reduces."""
+    """The seconds of a micro batch's forward and backward pass: computing, and all-reduces of a tensor group."""
 
     layers: float
     tensor: float
@@ -63,7 +63,7 @@ def duration_of(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def running_duration(workload: Workload, mapping: Mapping) -> Duration:
-    """Return the seconds of a step's forward and backward passes; sharding and offloading change nothing here."""
+    """Return the seconds of a step's passes, by activity; sharding and offloading do not change these seconds."""
     shown = shown_stages(workload.model, mapping.pipeline)
     stages = [_stage_passes(stage, workload, mapping) for stage in shown]
     slowest = max(stages, key=lambda passes: passes.total)
@@ -78,7 +78,7 @@ def running_duration(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return ``running`` plus the seconds of the update, and of the collectives over replicas."""
+    """Return ``running``, a step's duration, plus the seconds of the update and of collectives over replicas."""
     parameters = most_parameters(workload.model, mapping.pipeline, mapping.tensor)
     return replace(
         running,
@@ -95,7 +95,7 @@ def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
 
 
 def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
-    """Return a stage's wait for the pipeline, as a share of a micro batch's time in the other stages.
+    """Return a stage's wait for the pipeline, divided by a micro batch's seconds in all other stages together.
 
     If stages have several pieces and micro batches are enough, a stage waits for one piece of each other stage.
     """
@@ -106,7 +106,7 @@ def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
 
 
 def _all_stages(mapping: Mapping, shown: list[_Passes]) -> float:
-    """Return the seconds of a micro batch in all stages; ``shown`` has the first, a middle and the last stage."""
+    """Return a micro batch's seconds in all stages; ``shown`` has the first, the last, and one for all between."""
     between = mapping.pipeline - 2
     return sum(passes.total for passes in shown) + max(0, between - 1) * shown[len(shown) // 2].total
 
@@ -172,16 +172,13 @@ def _layer_passes(layer: Layer, workload: Workload, way: _Way) -> _Passes:
 
 
 def _parameter_bytes(parameters: float, passes: int, training: Training) -> float:
-    """Return the bytes that a CPU moves in a micro batch to read weights and add gradients.
-
-    On a GPU this traffic is hidden behind matrix products.
-    """
+    """Return the bytes of weights and gradients that a CPU moves in a micro batch; a GPU hides this traffic."""
     return parameters * ((passes + 1) * training.weight_bytes + 2 * training.gradient_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The collectives of one kind in a step that each device of a group performs, as rounds in a ring."""
+    """The collectives of one kind of a group of devices in a step, counted as rounds of data in a ring."""
 
     name: str  # the field of `Duration` to which the time is added
     rounds: float  # rounds in the ring: an all-reduce takes 2, a reduce-scatter or all-gather 1
@@ -192,11 +189,11 @@ class Exchange:
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in a step for these collectives."""
+        """Bytes that each device sends in a step for the collectives of this kind."""
         return self.rounds * (self.devices - 1) / self.devices * self.size
 
     def seconds(self, machine: Machine, constants: Constants) -> float:
-        """Return the seconds of the collectives in a ring, by bandwidth and latency."""
+        """Return the seconds of a step's collectives of this kind, from the links' bandwidth and latency."""
         waits = (machine.collective_seconds or constants.collective_seconds) * math.sqrt(math.log2(self.devices))
         return self.sent / bandwidth(self.stride, self.is_near, machine, constants) + self.rounds / 2 * waits
 
@@ -213,7 +210,7 @@ def bandwidth(stride: int, is_near: bool, machine: Machine, constants: Constants
 
 
 def is_near(devices: int, stride: int, machine: Machine, num_devices: int) -> bool:
-    """Return whether each group of ``devices`` devices, ``stride`` apart, lies inside one host."""
+    """Whether each group of ``devices`` devices, ``stride`` apart, lies inside one host."""
     reach, host = devices * stride, machine.devices_per_host
     return num_devices <= host or (reach <= host and host % reach == 0)
 
@@ -244,7 +241,7 @@ def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
 
 
 def _exchange_seconds(name: str, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds of the collectives over replicas that are called ``name`` in `Duration`."""
+    """Return the seconds of those collectives over replicas that belong to the field ``name`` of `Duration`."""
     every = exchanges(workload, mapping)
     return sum(one.seconds(workload.machine, workload.constants) for one in every if one.name == name)
 

@@ -106,7 +106,7 @@ def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
 
 
 def phase_loop(workload: Workload, mapping: Mapping) -> Loop:
-    """Return the settings of a step in phases: its micro batches, and whether replicas share weights."""
+    """Return a step's micro batches, and whether a host's replicas share one copy of a phased model's weights."""
     number = mapping.num_micro_batches(workload.training.global_batch)
     return Loop(num_micro_batches=number, is_shared=_num_sharing(workload, mapping) > 1)
 
@@ -170,7 +170,7 @@ def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
 
 
 def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes that torch's pipelines and tensor parallelism need in addition to the usual equations."""
+    """Return the bytes of torch's pipelines and sequence parallelism that the published equations do not have."""
     if workload.training.engine != "torch" or workload.machine.device.is_compiled_for:
         return 0.0
     number = mapping.num_micro_batches(workload.training.global_batch)
@@ -182,7 +182,7 @@ def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
 
 
 def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under_way: float) -> float:
-    """Return the bytes of a stage's buffers for sent and received tensors, for one sample per micro batch.
+    """Return the bytes of a stage's buffers for sends and receives, per sample of a micro batch, in 16 bits.
 
     A stage has buffers for the activations and gradients that it receives for each micro batch of a step. The
     received activations of micro batches under way are counted with the layers. A stage keeps a sent tensor until
@@ -194,7 +194,7 @@ def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under
 
 
 def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
-    """Return the bytes of sequences that sequence parallelism joins, for one sample per micro batch.
+    """Return the bytes of sequences that sequence parallelism joins, per sample of a micro batch, in 16 bits.
 
     torch keeps the joined sequences; other libraries join the parts again in the backward pass. Embedding and
     logits are not divided along the sequence.
@@ -212,7 +212,7 @@ def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
 
 
 def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes of gathered weights, and of the gradients of these weights before the scatter.
+    """Return the bytes of sharded weights that a device has gathered, and of their gradients before the scatter.
 
     One layer is used while the next layer is gathered. In a pipeline all layers of the stage stay gathered,
     because the next micro batch needs these layers at once.
@@ -227,7 +227,7 @@ def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping
 
 @lru_cache(maxsize=4096)
 def _phase_share(stage: Stage, tensor: int, phases: int) -> float:
-    """Return the largest share of a stage's parameters in one of ``phases`` parts, cut evenly.
+    """Return the share of a stage's parameters that its largest phase has, if ``phases`` phases are cut evenly.
 
     While one phase runs, the next phase is read: a part of a layer replaces the part that has been computed.
     """

@@ -28,7 +28,7 @@ _SIZES: Final = {
 
 
 def bytes_of(text: str, unit: str = "b") -> int | None:
-    """Return the bytes of a size such as ``2 GB``; a number alone has the unit ``unit``. None if it is no size."""
+    """Return the bytes of a size such as ``2 GB``; ``unit`` is the default unit. None if ``text`` is no size."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     size = _SIZES.get((match[2] or unit).lower()) if match else None
     return None if match is None or size is None else int(float(match[1]) * size) or None
@@ -59,7 +59,7 @@ class Device:
         return not (self.launches_ahead or self.operator_seconds)
 
     def precision(self, asked: str | None) -> Precision:
-        """Return the precision ``asked``, by default the device's usual one. MachineError if it has no units."""
+        """Return ``asked``, or the usual precision if None. Raise MachineError if the device cannot use it."""
         known = [name for name in PRECISIONS if name in self.flops]
         usual: tuple[Precision, ...] = ("bf16", "fp16", *PRECISIONS)
         chosen = next((name for name in usual if name in known and asked in (None, name)), None)
@@ -68,7 +68,7 @@ class Device:
         return chosen
 
     def flops_at(self, precision: Precision) -> float:
-        """Return the device's operations per second in ``precision``; in fp32 if it has no unit for it."""
+        """Return operations per second in ``precision``, or, if the device lacks it, in 16 or 32 bits."""
         order = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16")}.get(precision, (precision,))
         return next((self.flops[name] for name in (*order, "fp32") if name in self.flops), 0.0)
 
@@ -185,7 +185,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
 
 
 def _figure(table: Mapping[str, object], key: str, place: str) -> float:
-    """Return the number ``key`` of a machine in a YAML file, or its default. MachineError if out of range."""
+    """Return a machine's number ``key`` in a YAML file, or its default. Raise MachineError if out of range."""
     least, default = FIGURES[key]
     value = table.get(key, default)
     whole = key in _WHOLE
@@ -196,7 +196,7 @@ def _figure(table: Mapping[str, object], key: str, place: str) -> float:
 
 
 def _speeds(tflops: object, place: str) -> dict[str, float]:
-    """Return the operations per second of each precision, given one number for all, or one number for each."""
+    """Return each precision's operations per second; ``tflops`` has one number for all, or one number for each."""
     speeds: dict[str, Any] = tflops if isinstance(tflops, dict) else dict.fromkeys(PRECISIONS, tflops)
     if not speeds or not all(key in PRECISIONS and _is_number(value, 1e-9) for key, value in speeds.items()):
         raise MachineError(f"{place} needs tflops: a number, or one for each of {', '.join(PRECISIONS)}")
@@ -204,7 +204,7 @@ def _speeds(tflops: object, place: str) -> dict[str, float]:
 
 
 def _is_number(value: object, least: float) -> TypeGuard[float]:
-    """Return whether ``value`` is a number from ``least`` to 10^12, and not a bool."""
+    """Whether ``value`` is a number from ``least`` to 10^12, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
@@ -290,7 +290,7 @@ _LINKED_IPUS: Final = 64
 
 
 def named_machine(text: str, machines: Mapping[str, Machine] = MappingProxyType({})) -> Machine:
-    """Return the machine called ``text``, such as ``64xA100-80GB`` or ``4xPOD64``; ``machines`` adds names.
+    """Return the machine called ``text``, such as ``64xA100-80GB`` or ``4xPOD64``, or a machine in ``machines``.
 
     Raises MachineError if no machine has the name.
     """

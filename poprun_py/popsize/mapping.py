@@ -86,7 +86,7 @@ class Training:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state per parameter, with the 32-bit copy that a 16-bit weight needs."""
+        """Bytes of optimizer state per parameter, including the 32-bit copy of each weight that has 16 bits."""
         return OPTIMIZER_BYTES[self.optimizer] + (4 if self.half and not self.full_weights else 0)
 
 
@@ -164,7 +164,7 @@ class Mapping:
 
     @property
     def text(self) -> str:
-        """The mapping as text for `--fix` and `--explain`: four main values, and all that are not default."""
+        """The mapping as text for `--fix`: tensor, pipeline, replicas, micro_batch, others if not default."""
         plain = Mapping()
         names = [f.name for f in fields(self)]
         shown = [name for name in names if name in _ALWAYS or getattr(self, name) != getattr(plain, name)]
@@ -234,7 +234,7 @@ def parse_mapping(words: str) -> dict[str, Any]:
 
 
 def mapping_name(name: str) -> str:
-    """Return the field of `Mapping` that ``name`` means, as ``tensor`` for ``tp``; raise MappingError if none."""
+    """Return the field of `Mapping` that ``name`` means, as ``tensor`` for ``tp``. Raise MappingError if none."""
     plain = name.strip().lower().lstrip("-").replace("-", "_")
     known = [f.name for f in fields(Mapping)]
     key = _NAMES.get(plain, plain)
@@ -252,7 +252,7 @@ def mapping_name(name: str) -> str:
 
 
 def parse_value(key: str, value: str) -> Any:
-    """Return the text ``value`` as a value of the field ``key`` of `Mapping`; ``8x8`` means 64 for tensor."""
+    """Return the text ``value`` in the type of the field ``key`` of `Mapping`; for tensor ``8x8`` means 64."""
     word = value.strip().lower()
     if key in _CHOICES:
         return _one_of(key, _VALUES[key].get(word, word), _CHOICES[key])
@@ -272,7 +272,7 @@ def parse_count(name: str, value: str) -> int:
 
 
 def completed(values: Table[str, Any], num_devices: int) -> Mapping:
-    """Return the mapping with ``values``; by default, replicas and their shards use all ``num_devices``.
+    """Return the mapping with ``values``; by default, replicas fill ``num_devices``, and all share sharded state.
 
     If a stage has several pieces, the schedule is interleaved. Layers that run in phases are recomputed.
     """
@@ -375,7 +375,7 @@ def _check_batch(mapping: Mapping, global_batch: int) -> None:
 
 
 def _check_shards(mapping: Mapping) -> None:
-    """Raise MappingError if the numbers of shards do not divide the replicas, or contradict ``sharding``."""
+    """Raise MappingError if a number of shards does not divide the replicas, or contradicts ``sharding``."""
     weights, optimizer = mapping.weight_shards, mapping.optimizer_shards
     for name, number in (("weight_shards", weights), ("optimizer_shards", optimizer)):
         if mapping.replicas % number:
@@ -451,7 +451,7 @@ def from_table(table: Table[str, Any]) -> Mapping:
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """Return ``value``. Raises MappingError, which calls it ``name``, if it is not one of ``choices``."""
+    """Return ``value`` of the field ``name``. Raise MappingError if ``value`` is not one of ``choices``."""
     if value not in choices:
         raise MappingError(f"{name}={value}: it is one of {', '.join(choices)}")
     return value
@@ -464,10 +464,7 @@ def _word(value: object) -> str:
 
 @lru_cache(maxsize=512)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of ``number``, ascending; above 10^12 only some of the large ones.
-
-    Above 10^12, only divisors up to 10^6, and ``number`` divided by each of these, are returned.
-    """
+    """Return the divisors of ``number``, ascending; above 10^12 only divisors d up to 10^6, and ``number`` / d."""
     low = [d for d in range(1, min(math.isqrt(number), _LARGEST_ROOT) + 1) if number % d == 0]
     return tuple(sorted({*low, *(number // d for d in low)}))
 

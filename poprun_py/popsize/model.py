@@ -75,7 +75,7 @@ class Layer:
     parts: tuple[float, ...] = (1.0,)  # shares of the parameters between the places where a phase may end
 
     def stored(self, recompute: Recompute) -> Split:
-        """Return the bytes of activations that one sample leaves for the backward pass, with ``recompute``."""
+        """Return the bytes of activations that a sample keeps; the part ``recompute`` is computed again."""
         if recompute == "none" or not self.can_recompute:
             return self.kept
         if recompute == "layer":
@@ -146,7 +146,7 @@ class Transformer:
     full_loss: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ModelError if a size is out of range, or heads do not divide the sizes."""
+        """Raise ModelError for sizes out of range, or that do not divide evenly over heads or heads of keys."""
         needed = ("layers", "hidden", "heads", "sequence")
         for name in (*needed, "vocab", "head_width", "kv_heads", "ffn", "positions"):
             least, most = int(name in needed), 10**5 if name == "layers" else 10**9
@@ -164,7 +164,7 @@ class Transformer:
 
     @property
     def kv_width(self) -> int:
-        """Number of key values of a token in all heads together; there are as many values."""
+        """Size of a token's keys over all attention heads; the token's values (V) have the same size."""
         return (self.kv_heads or self.heads) * (self.head_width or self.hidden // self.heads)
 
     @property

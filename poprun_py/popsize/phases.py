@@ -39,7 +39,7 @@ class UnitCost:
     update_seconds: float  # the update of the unit's weights
 
     def slot_bytes(self, *, has_sums: bool) -> float:
-        """Return the bytes of the unit's weights and optimizer state; with ``has_sums``, also of gradients."""
+        """Return the bytes of the unit's weights and optimizer state; if ``has_sums``, also of its gradients."""
         return self.weight_bytes + self.state_bytes + has_sums * self.gradient_bytes
 
 
@@ -96,7 +96,7 @@ class PhaseStep:
         return self.computing + self.reading + self.writing
 
     def grown(self, shorter: "PhaseStep", times: int) -> "PhaseStep":
-        """Return a longer step: this step, plus ``times`` the difference between this step and ``shorter``."""
+        """Return a step with ``times`` micro batches more; ``shorter`` is a step with one micro batch fewer."""
         values = {f.name: (getattr(self, f.name), getattr(shorter, f.name)) for f in fields(self)}
         return PhaseStep(**{name: value + times * (value - less) for name, (value, less) in values.items()})
 
@@ -110,7 +110,7 @@ class PhasePlan:
     step: PhaseStep
 
     def sentence(self, beside_bytes: float) -> str:
-        """Return the plan in words; the program needs ``beside_bytes`` in addition to the plan's memory."""
+        """Return the plan as text for the user; the program needs ``beside_bytes`` besides the plan's memory."""
         number, step, rest = len(self.cuts), self.step, self.memory.activations
         return (
             f"{number} phase{'s' if number > 1 else ''}: {_shown(self.memory.total - rest)} for {min(2, number)} "
@@ -179,7 +179,7 @@ def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
 
 
 def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ...]:
-    """Return where ``number`` or more parts of ``sizes`` begin, with sums up to ``most``, filled from the end."""
+    """Cut ``sizes`` into ``number`` or more parts with sums up to ``most``, and return where parts begin."""
     begins, filled = list[int](), 0.0
     for place in reversed(range(1, len(sizes))):
         filled += sizes[place]
@@ -233,7 +233,7 @@ def _visits(phases: Sequence[UnitCost], loop: Loop) -> Iterator[_Visit]:
 
 
 def _updated(place: int, phase: UnitCost, seconds: float, read_bytes: float) -> _Visit:
-    """Return a computation that takes ``seconds`` and also updates the weights of ``phase``."""
+    """Return a visit of ``phase`` that computes for ``seconds``, perhaps a backward pass, and updates weights."""
     seconds += phase.update_seconds
     return _Visit(place, seconds, read_bytes + phase.state_bytes, phase.updated_bytes + phase.state_bytes)
 

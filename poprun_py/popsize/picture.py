@@ -56,7 +56,7 @@ def cube_svg(one: Candidate, style: str) -> str:
 
 
 def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], tuple[int, int]]:
-    """Return the SVG elements of all devices below ``top``, and the width and height of all devices together.
+    """Return the SVG elements of all devices, from the y position ``top`` down, and the size of all together.
 
     The first replica is in front, and only its devices have words.
     """

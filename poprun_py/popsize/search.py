@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def stage(self) -> Stage:
-        """The pipeline stage whose devices need most memory."""
+        """The pipeline stage, as a `Stage`, whose devices need most memory."""
         return self._fullest[1]
 
     @property
@@ -107,7 +107,7 @@ def predict(workload: Workload, mapping: Mapping) -> Candidate:
 
 
 def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -> Answer:
-    """Return the ``num_fastest`` or more fastest mappings that use all devices and have the ``fixed`` values.
+    """Return the fastest mappings on all devices with the ``fixed`` values: ``num_fastest`` or more, if they fit.
 
     A shape is a mapping without the fields of `_STATE`. Shapes are tried in the order of a lower bound of their
     durations. For each shape, the fastest way to keep state that fits is returned.
@@ -158,7 +158,7 @@ class _Shape:
 
 
 def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
-    """Return the mappings of ``shape`` that could be faster than all before; the last that fits is fastest."""
+    """Return mappings of ``shape``, each maybe faster than fitting ones before; the last that fits is fastest."""
     candidates, best = list[Candidate](), math.inf
     for one in shape.candidates(workload):
         if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simpler
@@ -180,7 +180,9 @@ def _next_better(
 
 
 def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) -> list[Candidate]:
-    """Return a few mappings made of ``shapes`` and ``ways`` to keep state; one needs least memory of all."""
+    """Return candidates: one or two mappings of ``shapes``, each with every choice of sharding, offloading and
+    phases in ``ways``. No other shape or choice needs less memory than the smallest of these candidates.
+    """
     # One large micro batch may need less memory than several small ones, because phases then keep no sums.
     ends = dict.fromkeys((min(shapes, key=_first_in_memory), max(shapes, key=attrgetter("micro_batch"))))
     return [Candidate(workload, _keeping(shape, way)) for shape in ends for way in ways]
@@ -224,7 +226,7 @@ def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
 
 
 def _fitting(workload: Workload, fixed: Table[str, Any]) -> tuple[Candidate, ...]:
-    """Return the mappings that fit, fastest first, at least one if any fits; () if no mapping is legal."""
+    """Return a few mappings that fit, the fastest mapping first; () if none fits, or none is legal."""
     try:
         return search(workload, fixed, 1).fitting
     except MappingError:
@@ -237,10 +239,7 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
 
 
 def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
-    """Return groups of shapes of mappings for which the same sharding, offloading and phases are legal.
-
-    Each group is a pair: the choices, and the shapes.
-    """
+    """Return pairs: choices of sharding, offloading and phases, and mappings in which the choices are legal."""
     groups: dict[Mapping, list[Mapping]] = {}
     for shape in _shapes(workload, fixed):
         groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
@@ -325,7 +324,7 @@ def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
 
 
 def _keeping(shape: Mapping, way: Mapping) -> Mapping:
-    """Return the mapping ``shape`` with sharding, offloading and phases as in the mapping ``way``."""
+    """Return a mapping with sharding, offloading and phases of the mapping ``way``, and all else of ``shape``."""
     return replace(
         way,
         micro_batch=shape.micro_batch,
@@ -342,7 +341,7 @@ def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
 
 
 def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[tuple[Schedule, int]]:
-    """Return the pipeline schedules to try, each with its number of pieces per stage (interleaving)."""
+    """Return the pipeline schedules to try, each with the number of pieces into which a stage's layers are cut."""
     schedules: list[tuple[Schedule, int]] = [("gpipe" if fixed.get("schedule") == "gpipe" else "1f1b", 1)]
     if shape.pipeline > 1 and shape.num_micro_batches(workload.training.global_batch) % shape.pipeline == 0:
         pieces = sorted({*_INTERLEAVE, fixed.get("interleave", 2)} - {1})

@@ -44,7 +44,7 @@ def stages_of(model: Model, pipeline: int) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=512)
 def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
-    """Return the first stage, the middle stage with most layers, and the last stage, each once."""
+    """Return the first stage, of the stages between the stage with most layers, and the last stage, each once."""
     stages = stages_of(model, pipeline)
     between = stages[1:-1]
     fullest = max(between, key=lambda stage: sum(count for _, count in stage.layers), default=None)
@@ -58,7 +58,7 @@ def most_parameters(model: Model, pipeline: int, tensor: int) -> float:
 
 
 def most_phases(model: Model, pipeline: int, *, are_layers: bool) -> int:
-    """Return the largest possible number of phases: the layers or layer parts of the largest stage."""
+    """Return the most phases possible: the largest stage's layers, or, if not ``are_layers``, parts of layers."""
     return max(
         sum(n * (1 if are_layers else len(layer.parts)) for layer, n in stage.layers)
         for stage in shown_stages(model, pipeline)

@@ -34,7 +34,7 @@ Part = Table | str
 
 
 def peak_share(candidate: Candidate) -> float:
-    """Return the share of the devices' peak speed that training uses (MFU), without recomputation."""
+    """Return the share of the devices' peak speed that training uses (MFU); recomputed operations do not count."""
     workload = candidate.workload
     peak = workload.machine.device.flops_at(workload.training.precision) * candidate.mapping.num_devices
     return workload.model.flops_per_sample * workload.training.global_batch / (candidate.duration.total * peak)
@@ -75,7 +75,7 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> list[Part
 
 
 def _table(rows: Iterable[Sequence[str]], *numbers: str, names: int = 0, words: str | None = None) -> Table:
-    """Return a table: ``names`` columns of text, a column for each heading in ``numbers``, one of words."""
+    """Return a table of ``rows``: ``names`` columns of text, columns ``numbers``, and a column ``words``."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(numbers), header_style="bold")
     for _ in range(names):
         table.add_column(no_wrap=True)
@@ -134,7 +134,7 @@ def where(candidate: Candidate) -> str:
 
 
 def choices(mapping: Mapping) -> str:
-    """Return a mapping's values except its four main ones, as text for `--fix`; ``-`` if there are none."""
+    """Return a mapping's values as text for `--fix`, except sizes and micro batch; ``-`` if all are default."""
     words = mapping.text.split(",")
     return " ".join(words[4:]) or "-"
 
