@@ -20,7 +20,7 @@ LAST_STEP: Final = 10**_DIGITS - 1
 
 
 def name_of(path: object) -> str:
-    """Return the path of a folder as text; raise CheckpointError if ``path`` is no path."""
+    """Return ``path``, a folder's path, as a str; raise CheckpointError if it is no str and no os.PathLike."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"{path!r} is no folder: expected its path as a str or a pathlib.Path")
     return str(os.fspath(path))
@@ -43,7 +43,9 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make and return an empty directory for the checkpoint of ``step``; only one job at a time may call this."""
+    """Make and return a directory for the checkpoint of ``step``, and first remove all unfinished ones. Only one
+    job may call this at a time, because the directories of another job would be removed.
+    """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for parent in (path.parent for path in missing):

@@ -24,7 +24,7 @@ _ATTRIBUTES: Final = "attributes"
 
 
 def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
-    """Return ``state`` as JSON; put its tensors into ``tensors``, under names made of ``place`` and keys."""
+    """Return ``state`` as JSON; put its tensors into ``tensors``, under names such as ``{place}.{key}``."""
     if state is None or isinstance(state, bool | int | str):
         return state
     if isinstance(state, float):
@@ -49,7 +49,7 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, Any]) -> Any:
-    """Return the state whose JSON is ``value``; ``tensors`` has its tensors, or only their shapes and dtypes."""
+    """Return the state whose JSON is ``value``; ``tensors`` are its tensors, or their forms (shape and dtype)."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -52,7 +52,8 @@ class Loaded:
 
 
 def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
-    """Load the last checkpoint in the folder ``path`` into the objects ``named``, on all instances together.
+    """Load the last checkpoint in the folder ``path`` into the objects that ``named`` has under the names with
+    which they were saved. All instances call this together.
 
     Instance 0 reads and the other instances receive, so only the host of instance 0 needs the folder. If several
     instances share a replica, all instances of the first replica read. The job may have another number of
@@ -161,7 +162,7 @@ def _check_sees(directory: Path) -> None:
 
 
 def _is_damaged(group: Group, call: str, damage: str, directory: Path) -> bool:
-    """Whether any instance has found ``damage`` in the checkpoint in ``directory``; instance 0 warns of it."""
+    """Whether any instance has found damage in a checkpoint (here: ``damage``, or ""); if so, instance 0 warns."""
     damages = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
     found = next(filter(None, damages), None)
     if found and is_writer(group):
@@ -188,7 +189,7 @@ def _parts(
     found: Manifest,
     where: Path,
 ) -> dict[str, Json]:
-    """Return this instance's part of each object's saved state; raise CheckpointError if a state does not fit."""
+    """Return this instance's part of each saved state; raise CheckpointError if one does not fit its object."""
     contract, owned = context.environment().contract, owned_of(named)
     everybody = [owned]  # this instance must be first
     if contract.parallelism.is_shared:
@@ -216,9 +217,8 @@ def _read_all(
     found: Manifest,
     stores: list[PhaseStore],
 ) -> dict[str, Tensor] | None:
-    """Return the ``wanted`` tensors; None if reading fails. A phased model is larger than memory: its tensors are
-    written to its store, a file or other memory of the host. From the first of these writes to the end of the
-    load the store is marked as torn, which means in the middle of a step.
+    """Return the ``wanted`` tensors; None if reading fails. A phased model's tensors are written to its store (a
+    file or other memory), which is marked as torn, in the middle of a step, until the load ends.
     """
     in_stores = {name: it for name, it in wanted.items() if it.into is not None}
     others = {name: it for name, it in wanted.items() if it.into is None}
@@ -283,7 +283,7 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
 
 
 def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load ``states`` into ``things`` on all instances; if one fails, restore all objects except the modules."""
+    """Load ``states`` into ``things`` on all instances, modules last; if this fails, restore all other objects."""
     undo = None
     try:
         with together(group, f"{call}, loading"):

@@ -149,7 +149,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, digests: Mapping[str, str]) -> None:
-    """Raise DamagedError if a checkpoint's file in ``directory`` has another digest than in ``digests``."""
+    """Raise DamagedError if a file of the checkpoint is missing, or has another digest than in ``digests``."""
     for name, digest in digests.items():
         try:
             if "/" in name or not stat.S_ISREG((directory / TENSORS / name).lstat().st_mode):

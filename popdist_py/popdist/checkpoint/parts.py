@@ -87,13 +87,13 @@ def join_optimizers(name: str, states: Mapping[int, Json]) -> Json:
 
 
 def cut_module(saved: Json, keys: Mapping[str, str]) -> Json:
-    """Return this instance's entries of the saved state of a whole module, under this instance's keys."""
+    """Return this instance's entries of a whole module's state; ``keys`` has the own and the saved key of each."""
     entries = dict(entries_of(saved) or ())
     return with_entries(saved, [[key, entries[name]] for key, name in keys.items()])
 
 
 def cut_optimizer(saved: Json, own: Names | None) -> Json:
-    """Return the part of an optimizer's saved state for the parameters ``own``, with numbers instead of names.
+    """Return an optimizer's saved state for the parameters ``own``, with their numbers in place of names.
 
     If ``own`` is None, or if the state was saved without names, the part has all parameters, in the saved order.
     """
