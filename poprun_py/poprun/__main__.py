@@ -44,7 +44,7 @@ def run_command(words: list[str]) -> int:
 
 
 def _end_at_interrupt() -> None:
-    """Let Ctrl-C kill this process at once, without a traceback, until a job runs that poprun must end first."""
+    """Let Ctrl-C kill poprun at once, without a traceback; a job replaces this by a handler that ends the job."""
     # Python's own handler raises an exception, which is lost if a callback of an import raises the exception
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

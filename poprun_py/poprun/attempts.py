@@ -50,7 +50,7 @@ def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedS
 def _run_attempt(
     launched: LaunchedAttempt, signals: ReceivedSignals, on_look: Callable[[Attempt], object] | None
 ) -> JobEnd:
-    """Run one attempt and return how it ended; if no program started, remove the job's key from the hosts."""
+    """Run one attempt and return how it ended; if no program started, delete the job's secret key on its hosts."""
     with launched.ended_on_failure():
         attempt = Attempt(launched, signals, on_look)
     has_started = False
@@ -64,7 +64,7 @@ def _run_attempt(
 
 
 def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals) -> None:
-    """Merge the traces that the programs of an attempt recorded, and log the path; a signal stops the merge."""
+    """Merge the traces that an attempt's programs recorded, and log the merged file; a signal ends the merge."""
     if plan.trace.folder is None:
         return
     from poprun.observe.show.trace.collection import collect_trace
@@ -80,7 +80,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """Return the seconds (at most 30) to wait before a job that ended with ``end`` restarts; None: no restart."""
+    """Return the seconds to wait before a job restarts that ended as ``end`` says; None if it must not restart."""
     # no restart of a job that somebody asked to end, or whose program forbids a restart or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)
@@ -123,7 +123,7 @@ def _next_attempt(
 
 
 def _has_lost_devices(launched: LaunchedAttempt) -> bool:
-    """Whether a GPU of the job can no longer be found on this machine; if it is lost, log which GPUs are left."""
+    """Whether a GPU of the job is no longer found on this machine; if so, log the GPUs that are lost and left."""
     plan, identity = launched.plan, launched.identity
     if not plan.devices or identity.network is not None:
         return False
@@ -140,7 +140,7 @@ def _has_lost_devices(launched: LaunchedAttempt) -> bool:
 
 
 def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
-    """Whether a restart is in vain, because the job would fail as the last attempt did; log the reason then."""
+    """Whether a restart is in vain, because the job would fail as its last attempt did; if so, log the reason."""
     from poprun.observe.judge.restarts import reason_to_end
 
     reason = reason_to_end(ends)
@@ -150,7 +150,7 @@ def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
 
 
 def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | None") -> "JobNetwork":
-    """Find the job's hosts again and return their network with a new key. Raise HostsError if one is missing."""
+    """Check the job's hosts again; return their network addresses and a new key. Raise HostsError on failure."""
     network = found_again(plan, network)
     try:
         return network if leased is None else leased.reacquire(network)
@@ -160,7 +160,7 @@ def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | 
 
 
 def _pause(seconds: float, signals: ReceivedSignals) -> bool:
-    """Wait ``seconds`` before a restart and return True; return False at once if a signal asks for the end."""
+    """Wait ``seconds`` before a restart and return True; return False at once after a signal to end the job."""
     deadline = time.monotonic() + seconds
     while True:
         signals.drain()
@@ -173,7 +173,7 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
 
 
 def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
-    """Log how each attempt of a job ended, and a warning if the job succeeded but its instances trained alone."""
+    """Log how each attempt of a job ended; warn of a successful job whose instances trained without each other."""
     if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not num_lone(ends[-1].statuses):
         return
     from poprun.observe.show.printed_report import render_attempts, render_warning

@@ -228,8 +228,8 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """Return ``facts``, measured on this machine, with the GPUs of other jobs marked as used, and the virtual IPUs
-    for which to plan; None instead of virtual IPUs if the user named no pod and no server.
+    """Return ``facts``, measured on this machine, with a mark on GPUs that other jobs lease, and the pod (named
+    shape of virtual IPUs) to plan for; None instead of the pod if neither the user nor a server names a pod.
     """
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None

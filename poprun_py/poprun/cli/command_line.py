@@ -106,11 +106,11 @@ class CommandLine:
 
     @property
     def starts_job(self) -> bool:
-        """Whether poprun starts the job; otherwise poprun only prints the plan or a job for a cluster."""
+        """Whether poprun starts the job, and does not only print its plan or its job file for a cluster."""
         return not (self.is_dry_run or self.emitted)
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
-        """Return the job that the command line asks for; ``program`` is its program with an absolute path."""
+        """Return the job that the command line requests; ``program`` is the user's program by its full path."""
         request_fields = self.values.get("request", {})
         # if the user does not give the number of instances, each of several hosts has one instance
         if len(request_fields.get("hosts", ())) > 1:
@@ -166,7 +166,7 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
-    """Join the option values of several sources, such as a file, then the command line; the last value counts."""
+    """Join the option values of several sources; if an option has several values, keep the last value."""
     by_field = {
         one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
     }
@@ -206,7 +206,7 @@ def _refuse_beside_plan(given: Sequence[OptionValue]) -> None:
 
 
 def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
-    """Raise UsageError if the user gave a format, such as JSON, for a plan or a report that is not printed."""
+    """Raise UsageError if the user gave a format, such as JSON, for a plan or doctor's report not printed."""
     if _TOPOLOGY_FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
         raise UsageError(
             f"--{_TOPOLOGY_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
@@ -220,7 +220,7 @@ def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
 
 @cache
 def _forms() -> Mapping[str, tuple[Option, bool]]:
-    """Return for each form of an option, such as ``--no-dry-run``, the option and whether the form negates it."""
+    """Return {form of an option, such as ``--no-dry-run``: (option, whether the form negates the option)}."""
     forms = {f"--{option.name}": (option, False) for option in OPTIONS}
     forms |= {f"-{option.short}": (option, False) for option in OPTIONS if option.short}
     return forms | {f"--no-{option.name}": (option, True) for option in OPTIONS if option.kind.is_switch}
@@ -236,7 +236,7 @@ def _for_getopt() -> tuple[str, tuple[str, ...]]:
 
 @cache
 def long_names() -> tuple[str, ...]:
-    """Return all long options that a user may write, also ``--no-…`` for each switch."""
+    """Return the sorted names of all long options; each switch (yes-or-no option) has a second name ``--no-…``."""
     return tuple(sorted(name for name in _forms() if name.startswith("--")))
 
 
@@ -282,8 +282,8 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(form: str, text: str, words: deque[str]) -> str | None:
-    """Return the value of the option ``form`` as text: ``text``, if it stands in the same word, otherwise the next
-    of ``words``; None if ``words`` is empty. A switch uses the next word only if this word means yes or no.
+    """Return the value of the option ``form``: ``text`` if the user wrote it in the option's word, else the next
+    of ``words``; None if ``words`` is empty. A switch uses the next word only if it means yes or no.
     """
     option, is_negated = _forms()[form]
     if not form.startswith("--"):
@@ -330,7 +330,7 @@ def _unknown(written: str) -> UsageError:
 
 
 def origins(given: Iterable[OptionValue], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return name, value and source (variable, file, command line) of each given option, or also of defaults."""
+    """Return name, value and source of each given option; with ``with_defaults``, also of all default values."""
     by_name = {one.option.name: one for one in given}
     rows = []
     for option in OPTIONS:

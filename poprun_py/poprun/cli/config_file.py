@@ -79,7 +79,7 @@ def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option
 
 
 def _texts(option: Option, value: yaml.Node, place: str) -> tuple[str, ...]:
-    """Return the texts that a file gives to one option: the items of the list ``value``, or its only text."""
+    """Return the texts that a file of options gives to ``option``: each item of a list ``value``, or one text."""
     if isinstance(value, yaml.SequenceNode) and option.kind.read_all is not None and value.value:
         return tuple(_text(option, item, place) for item in value.value)
     return (_text(option, value, place),)

@@ -34,7 +34,7 @@ def help_page(*, is_whole: bool) -> str:
 
 
 def _write_sections(formatter: click.HelpFormatter, sections: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """Write one table of options and explanations per section; the columns of all tables have the same width."""
+    """Write to ``formatter`` one table of options per section; the columns of all tables have the same width."""
     widest = max(len(usage) for rows in sections.values() for usage, _ in rows)
     for heading, rows in sections.items():
         with formatter.section(heading):

@@ -50,7 +50,7 @@ class Kind:
 
 
 def _number(convert: Callable[[str], float], cure: str, *, none: str = "") -> Callable[[str], float | None]:
-    """Return a function that parses a number, and returns None for the word ``none``, such as auto, if given."""
+    """Return a function that converts a text to a number, and the word ``none``, such as auto, to None."""
 
     def read(text: str) -> float | None:
         try:
@@ -153,7 +153,7 @@ WORDS_OF_INSTANCES: Final = Kind(metavar="N:ARGS", read=str, read_all=_words_of_
 
 
 def one_of(choices: type[Enum], metavar: str = "") -> Kind:
-    """Return the kind of option whose value is a member of ``choices``; its help shows ``metavar`` or all."""
+    """Return the kind of option whose value is a member of ``choices``; help shows ``metavar`` or the members."""
     names = [choice.value for choice in choices]
 
     def read(text: str) -> Enum:
@@ -166,7 +166,7 @@ def one_of(choices: type[Enum], metavar: str = "") -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of poprun's command line: its name, kind of value, help text, and the field that it sets."""
+    """An option of poprun's command line: name, kind of value, help, and the field of a request that it sets."""
 
     name: str
     field: str  # the field that the option sets: request.…, a section of the request such as vipu.…, or line.…
@@ -193,7 +193,7 @@ class OptionValue:
     place: str = ""  # such as POPRUN_HOST or job.yaml:3; empty for the command line
 
     def value(self) -> Any:
-        """Return the option's value, parsed from its texts. Raise an error with their source if one is wrong."""
+        """Return the option's value, parsed from its texts. Raise an error that names a wrong text's source."""
         where = f"{self.place}: " if self.place else ""
         try:
             return self.option.kind.value(self.texts)
@@ -205,7 +205,7 @@ class OptionValue:
 
 
 def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]:
-    """Return the values of options by section and field of a job's request; a later option overrides."""
+    """Return {section of a job's request: {field: option's value}}; of two values of one field, keep the later."""
     values: dict[str, dict[str, Any]] = {}
     for one in given:
         section, _, name = one.option.field.partition(".")
@@ -231,7 +231,7 @@ _DEFAULTS: Final = LaunchRequest()
 
 
 def _group(heading: str, *options: Option) -> tuple[Option, ...]:
-    """Return ``options`` for the heading ``heading`` of the help page, with defaults added to their help texts."""
+    """Return ``options`` with their heading on the help page, and with defaults in their help texts."""
     return tuple(replace(option, group=heading, help=_with_default(option)) for option in options)
 
 
