@@ -43,7 +43,7 @@ class LeasedPlan:
         return replace(self.plan, devices=given.devices, cores=given.cores, bindings=given.bindings)
 
     def with_leases(self, given: LeasedDevices, *leases: HeldLease) -> "LeasedPlan":
-        """Return this plan with more ``leases``; ``given`` are the devices and cores of all its leases."""
+        """Return this plan with ``leases`` added, and ``given`` as the devices and cores of all leases."""
         return replace(self, given=given, leases=(*self.leases, *leases))
 
 
@@ -55,7 +55,7 @@ class Claim(ABC):
 
     @abstractmethod
     def _ask_pool(self) -> tuple[str, ...]:
-        """Send the job's request for devices; return the names of the granted devices, () if the job must wait."""
+        """Send a request to the pool or server; return the granted devices' names, () if the job must wait."""
 
     @abstractmethod
     def _wait(self, timeout_seconds: float | None) -> None:
@@ -66,7 +66,7 @@ class Claim(ABC):
         """Return the text that lists who uses the requested devices, with advice if ``advises`` is true."""
 
     def wait_until_granted(self, vipu: VipuSettings, log: Log) -> tuple[str, ...]:
-        """Request devices until they are granted; return their names. IpusTakenError after the last attempt."""
+        """Request devices until they are granted; return their names. Raise IpusTakenError if poprun gives up."""
         attempts_left = vipu.partition_attempts - 1 if self.partition else 0
         is_logged = False
         while not (names := self._ask_pool()):
@@ -114,7 +114,7 @@ def request_ipus(
 def choose_partition(
     plan: LaunchPlan, state: PoolState, num_ipus: int, is_own: Callable[[str], bool], log: Log
 ) -> str | None:
-    """Return the partition (set of IPUs) that the plan names, or the only one there is if it fits, or None."""
+    """Return the plan's partition (set of IPUs), else the pool's only one if the job may use it, else None."""
     if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
         return plan.vipu.partition
     (only,) = state.partitions
@@ -141,7 +141,7 @@ class Granted:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of the granted GPUs for the program, only as many as the job uses on a host."""
+        """The GPUs that the job uses on a host, as programs name them; more GPUs than these may be granted."""
         by_name = {ipu.name: ipu for ipu in self.cluster.ipus}
         return tuple(by_name[name].device for name in self.names[: self.plan.num_gpus_per_host])
 

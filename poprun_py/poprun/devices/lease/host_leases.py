@@ -48,7 +48,7 @@ _Message = dict[str, Any]
 
 @contextmanager
 def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> Iterator[LeasedPlan]:
-    """A context in which ``job`` has a lease on devices of each of its hosts; its end releases the leases."""
+    """A context in which ``job`` has a lease on devices of each of its hosts; its leases end with the context."""
     if not (job.plan.takes_lease or job.plan.owns_cores):
         yield job
         return
@@ -84,7 +84,7 @@ class _HostLeases:
             self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
     def reacquire(self, network: JobNetwork) -> JobNetwork:
-        """Acquire a new lease on each host that lost its lease; return ``network`` with the leased devices."""
+        """Acquire a new lease on each host that lost its lease; return ``network`` (hosts) with leased devices."""
         # A restart never waits: a job that holds some hosts and waits for an earlier host might wait for ever.
         plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
         for host in [host for host, holder in self._holders.items() if not holder.is_there()]:
@@ -134,7 +134,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """Raise HostsError if two host names mean one machine, where the job would wait for its own lease."""
+    """Raise HostsError if two host names mean one machine: the job would wait there for a lease of its own."""
     first: dict[str, str] = {}
     for host, machine in machines.items():
         if (twin := first.setdefault(machine, host)) != host:
@@ -179,7 +179,7 @@ class LeaseHolder:
 
     @property
     def pid(self) -> int:
-        """The id of the local process: the process that holds the lease, or the ssh or srun that started it."""
+        """The id of this machine's process: the lease's holder, or the ssh or srun that started the holder."""
         return self._process.pid
 
     def send(self, message: _Message) -> Self:
@@ -195,7 +195,7 @@ class LeaseHolder:
         return granted
 
     def answer(self, wanted: str, until: float | None) -> _Message:
-        """Wait for the next message with the key ``wanted`` from the process with the lease, and return it.
+        """Wait for the lease holder's next message that has the field ``wanted``, such as ``held``, and return it.
 
         Raises PoprunError if the holder sends an error, ends, or does not answer before the time ``until``.
         """
@@ -218,7 +218,7 @@ class LeaseHolder:
         return True
 
     def release(self) -> None:
-        """Order the process that holds the lease to release the lease, and close the pipe to this process."""
+        """Order the process that holds the lease to release the lease, and close the pipe for its orders."""
         if self._holds:
             self.send({"order": "release"})
             self._holds = False

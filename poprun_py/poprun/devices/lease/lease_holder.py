@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def machine_of(pool: str) -> str:
-    """Return a text that two host names have in common if and only if ``pool`` is one folder of one machine."""
+    """Return a text that identifies the folder ``pool``: the same text under every name of this machine."""
     with opened_place(pool, makes=True) as descriptor:
         folder = os.fstat(descriptor)
     return f"{boot_id()} {folder.st_dev} {folder.st_ino}"
@@ -77,7 +77,7 @@ class _Orders:
 
 
 def _hand_out(descriptors: list[int]) -> str:
-    """Start a thread that sends the lease's locked files to this user's processes; return its socket address."""
+    """Start a thread that sends the lease's locked files to agents, which keep the lease; return its address."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"poprun-lease-{os.getpid()}-{os.urandom(16).hex()}"
     listener.bind(abstract_address(address))
@@ -104,7 +104,7 @@ def _answer_agents(listener: socket.socket, descriptors: list[int]) -> NoReturn:
 
 
 def _end_at_once() -> NoReturn:
-    """End this process but leave the lease, because running agents still hold the lease's locked file."""
+    """End this process but not the lease: running agents have the lease's locked file open, which keeps it."""
     os._exit(0)
 
 

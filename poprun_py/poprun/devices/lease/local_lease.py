@@ -42,7 +42,7 @@ _CORE_QUEUE: Final = "core/"
 def leased_here(
     job: LeasedPlan, facts: MachineFacts | None, *, is_fixed: bool, log: Log = screen.log
 ) -> Iterator[LeasedPlan]:
-    """A context in which ``job`` has its leases on devices of this machine; its end releases the leases.
+    """A context in which ``job`` has its leases on devices of this machine; the leases end with the context.
 
     If ``is_fixed``, lease exactly the GPUs that the plan names.
     """
@@ -75,7 +75,7 @@ def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
 def ipu_claims(
     plan: LaunchPlan, partition: str | None, facts: MachineFacts | None, *, is_fixed: bool
 ) -> "Sequence[IpuClaim | GpuClaim]":
-    """Return the job's requests for this machine's virtual IPUs and GPUs, from ``partition`` unless it is None."""
+    """Return the job's requests for this machine's virtual IPUs and GPUs; ``partition`` limits the choice."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
         listed = find_devices(os.environ) if facts is None else None
@@ -92,7 +92,7 @@ def ipu_claims(
 
 @contextmanager
 def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log, inherited: Sequence[str] = ()) -> Iterator[LeasedPlan]:
-    """A context in which ``job`` has the lease that ``claim`` requests, or the devices ``inherited``, if any."""
+    """A context in which ``job`` has the devices ``inherited`` from an outer job, or the lease for ``claim``."""
     try:
         names = inherited or claim.wait_until_granted(job.plan.vipu, log)
         yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
@@ -214,7 +214,7 @@ class GpuClaim(LocalClaim):
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """Return ``given``, the job's devices, with the granted GPUs, as programs name them."""
+        """Return ``given``, the job's devices, with the granted GPUs added under the names that programs use."""
         return replace(given, devices=self.granted(names).devices)
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
@@ -225,7 +225,7 @@ class GpuClaim(LocalClaim):
 
 
 class CoreClaim(LocalClaim):
-    """A job's request for cores that no other job may use; without ``facts``, for exactly the plan's cores."""
+    """A job's request for cores of its own: free cores of ``facts``, or if None, exactly the plan's cores."""
 
     def __init__(self, plan: LaunchPlan, facts: MachineFacts | None, given: LeasedDevices) -> None:
         self._facts = facts
@@ -250,7 +250,7 @@ class CoreClaim(LocalClaim):
         return replace(given, bindings=self._given.bindings)
 
     def _choose(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
-        """Choose cores that are not ``taken`` and whose hardware threads are all free; () if too few are free."""
+        """Return free cores for the job, without hardware threads in ``taken``; () if too few are free."""
         if self._facts is None:
             planned_cores = _cores(_bound(self._given.bindings))
             return () if any(core.name in taken for core in planned_cores) else planned_cores
@@ -279,7 +279,7 @@ def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
 
 
 def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
-    """Return this machine's virtual IPUs; by default a CPU has one per core, or more if the job needs more."""
+    """Return this machine's virtual IPUs; if no option sets their number, one per core, or more if needed."""
     vipu = plan.vipu
     num_ipus = vipu.ipus_per_host
     if num_ipus is None and partition is None:
@@ -289,7 +289,7 @@ def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
 
 
 def _gpus_here(plan: LaunchPlan, gpus: Sequence[Gpu]) -> Cluster:
-    """Return the GPUs of this machine from which a job chooses, as a cluster of virtual IPUs."""
+    """Return ``gpus`` of this machine as a cluster of virtual IPUs; the option ``ipus_per_host`` limits it."""
     return gpu_cluster(socket.gethostname(), gpus[: plan.vipu.ipus_per_host])
 
 

@@ -25,7 +25,7 @@ from poprun.text.ranges import counted, fold_hosts
 def facts_under_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> tuple[MachineFacts, Cluster | None]:
-    """Return ``facts``, in which GPUs leased by other jobs have a mark, and the pod to plan for, or None."""
+    """Return ``facts`` with other jobs' GPUs marked, and the pod (shape of virtual IPUs) to plan for, or None."""
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
@@ -44,7 +44,7 @@ def facts_under_pool(
 
 @contextmanager
 def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[LeasedPlan]:
-    """A context in which a job has its leases on devices of all its hosts; its end releases the leases."""
+    """A context in which a job has its leases on devices of all its hosts; the leases end with the context."""
     is_fixed = facts is None
     with ExitStack() as stack:
         job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
@@ -77,7 +77,7 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
 
 
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:
-    """Return the names of the devices that a request would get now. Raises IpusTakenError if it had to wait."""
+    """Return the names of the devices that ``claim`` would get now. Raise IpusTakenError if the job would wait."""
     request = claim.request()
     names, _ = request.choose_from(state)
     if not names:

@@ -28,7 +28,7 @@ Row = TypeVar("Row", Lease, Partition)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Generic[Row]):
-    """A lease or a partition (set of IPUs) with the owner of its file and the key, a part of the file's name."""
+    """A stored lease or partition (set of IPUs), with its file's owner and the key in the name of its file."""
 
     key: str
     uid: int
@@ -56,7 +56,7 @@ class Contents:
 
     @property
     def next_number(self) -> int:
-        """The number for the next lease of the pool: one more than the largest number in use."""
+        """The number that the pool's next lease gets: one more than the largest number that a lease has."""
         return min(MAX_NUMBER, 1 + max((stored.row.id for stored in self.leases), default=0))
 
     def partition(self, name: str) -> Stored[Partition] | None:
@@ -92,7 +92,7 @@ def read_contents(folder: PoolFolder) -> Contents:
 
 
 def read_row(kind: type[Row], data: bytes, uid: int) -> Row:
-    """Return the lease or partition in ``data``, the bytes of its file. ValueError or PlanError if damaged."""
+    """Return the lease or partition in ``data``, the bytes of a file. Raise ValueError or PlanError on damage."""
     row = read_record(kind, parse_json(data.decode()), "row", noun="a row", version=_VERSION)
     if isinstance(row, Partition):
         return replace(row, user=row.user if "@" in row.user else user_name(uid), lease=None)
@@ -107,7 +107,7 @@ def row_data(row: Lease | Partition) -> bytes:
 
 
 def write(folder: PoolFolder, stored: Stored[Lease] | Stored[Partition]) -> None:
-    """Write a lease or a partition to its file. Raises PlanError if a value, such as a long name, is illegal."""
+    """Write a lease or a partition to its file. Raise PlanError if a value, such as a long name, is forbidden."""
     row: Any = stored.row
     is_partition = isinstance(row, Partition)
     data = row_data(replace(row, lease=None) if is_partition else row)
@@ -120,7 +120,7 @@ def write(folder: PoolFolder, stored: Stored[Lease] | Stored[Partition]) -> None
 
 
 def end_lease(folder: PoolFolder, key: str) -> None:
-    """End this user's lease with the key ``key``: remove its files, and the file of its temporary partition."""
+    """End this user's lease ``key``: remove its files, and the file of a partition that was made only for it."""
     for kind in (*_KINDS.values(), LOCK):
         folder.remove(kind, key)
 

@@ -41,12 +41,12 @@ class PoolFile:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process may change or remove the file, because it belongs to this user or this is root."""
+        """Whether this process may change or remove the file, because its user owns the file or is root."""
         return os.geteuid() in (0, self.uid)
 
 
 class PoolFolder:
-    """The open folder of a machine's pool (record of leases). Methods raise PoolError if the system refuses."""
+    """The open folder of a machine's pool (record of leases). Methods raise PoolError if a system call fails."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class PoolFolder:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def keys(self, *kinds: str) -> list[tuple[str, str]]:
-        """Return the kind and the key in the name of each file whose kind is in ``kinds``, sorted."""
+        """Return the sorted (kind, key) of all files of the folder named ``kind-key`` with a kind in ``kinds``."""
         names = []
         with self._errors(), os.scandir(self._descriptor) as entries:
             for number, entry in enumerate(entries):
@@ -88,7 +88,7 @@ class PoolFolder:
         return PoolFile(uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
-        """Write the file ``kind-key`` in one step, owned by the user ``uid``; if ``is_lasting``, sync the disk."""
+        """Write the file ``kind-key`` in one step for the owner ``uid``; if ``is_lasting``, sync it to disk."""
         if len(data) > MAX_FILE_BYTES:
             raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
         new = f"{_NEW}-{secrets.token_hex(16)}"
@@ -114,7 +114,7 @@ class PoolFolder:
             self._unlink(f"{kind}-{key}")
 
     def make_lock(self, kind: str, key: str, data: bytes = b"") -> int:
-        """Make and lock the file ``kind-key``; return its descriptor, whose last close unlocks it."""
+        """Make and lock the file ``kind-key``; return its descriptor. The file is locked while a copy is open."""
         with self._errors():
             descriptor = self._create(f"{kind}-{key}")
             try:

@@ -41,7 +41,7 @@ def partition_row(partition: Partition, state: PoolState) -> Row:
 
 
 def ipu_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """Return a dict for each virtual IPU of ``cluster``, then for each other IPU in use, with who uses it."""
+    """Return a dict per virtual IPU of ``cluster``, then per other IPU in use; each dict names the IPU's user."""
     partitions = {name: partition.name for partition in state.partitions for name in partition.ipus}
     leases = {name: lease for lease in state.leases for name in lease.ipus}
     known = {ipu.name: ipu for ipu in cluster.ipus}
@@ -78,7 +78,7 @@ def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 
 def allocation_rows(cluster: Cluster, state: PoolState) -> list[Row]:
-    """Return a dict for all virtual IPUs of ``cluster``, then for each of its named parts (allocations)."""
+    """Return a dict for the whole ``cluster`` of virtual IPUs, then one for each named part (allocation) of it."""
     parts = {ALL: _whole(cluster), **cluster.allocations}
     return [
         {
@@ -122,7 +122,7 @@ def _num_free(cluster: Cluster, part: range, state: PoolState) -> int:
 
 
 def _whole(cluster: Cluster) -> range:
-    """Return the range of the indices of all virtual IPUs in ``cluster``, which need not begin at 0."""
+    """Return the range of the indices of the virtual IPUs in ``cluster``; the first index need not be 0."""
     return range(cluster.ipus[0].index, cluster.ipus[-1].index + 1) if cluster.ipus else range(0)
 
 

@@ -57,7 +57,7 @@ AnyTicket = TypeVar("AnyTicket", bound=Ticket)
 
 
 class Pool:
-    """A machine's record of leases on devices, in the folder ``path``. PoolError if the folder is unusable."""
+    """A machine's record of leases, in the folder ``path``. Methods raise PoolError if the folder is unusable."""
 
     def __init__(
         self, path: str, busy_seconds: float = BUSY_SECONDS, cluster: Callable[[], Cluster] = lambda: _NO_IPUS
@@ -87,7 +87,7 @@ class Pool:
         return LockedTicket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
     def enqueue_client(self, key: str, holder: Holder, request: PoolRequest) -> Ticket:
-        """Put a server's client into the queue for IPUs; grant ``request`` if it is first and IPUs are free."""
+        """Queue a server's client for IPUs; grant ``request`` now if no job is before it and IPUs are free."""
         with self._writing() as (folder, contents):
             lease, ipus = _enqueued(folder, contents, key, holder, request)
         return Ticket(id=lease.id, key=key, ipus=ipus)
@@ -98,7 +98,7 @@ class Pool:
             return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
 
     def release(self, ticket: Ticket) -> None:
-        """Release a lease or a place in the queue, and remove the partition that was made for the lease."""
+        """Release a lease or a place in the queue, and remove a partition that was made only for this lease."""
         # This needs no lock, because it removes only this user's own files.
         try:
             with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
@@ -174,7 +174,7 @@ class Pool:
 def _enqueued(
     folder: PoolFolder, contents: Contents, key: str, holder: Holder, request: PoolRequest
 ) -> tuple[Lease, tuple[str, ...]]:
-    """Write a new lease, last in its queue; return the lease, and the names of the IPUs it gets at once."""
+    """Write a new lease, last in the queue for IPUs; return the lease, and the names of IPUs it gets at once."""
     lease = Lease(
         id=contents.next_number,
         holder=holder,
@@ -228,7 +228,7 @@ def _partition_for(
 
 
 def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> Stored[Partition]:
-    """Return a new partition without IPUs that belongs to ``user``, or to this user if ``user`` is None."""
+    """Return a new partition of ``user`` (None: this user), to which the caller must still give IPUs."""
     partition = Partition(
         name=name,
         ipus=(),
@@ -266,7 +266,7 @@ def _changeable(stored: Stored[Partition]) -> Stored[Partition]:
 
 
 def _unused(contents: Contents, name: str) -> Stored[Partition]:
-    """Return the partition ``name``. IpusTakenError if a job uses it, PartitionError if it is not this user's."""
+    """Return partition ``name``. Raise IpusTakenError if a job uses it, PartitionError if it is another user's."""
     stored = contents.partition(name)
     if stored is None:
         known = ", ".join(other.row.name for other in contents.partitions)

@@ -81,7 +81,7 @@ class PoolRequest:
         return self.queue_name if self.partition is None else self.partition.name
 
     def choose_from(self, state: PoolState) -> tuple[tuple[str, ...], Sequence[VirtualIpu]]:
-        """Return the names of the IPUs that the job gets now, () if it must wait, and the newly chosen IPUs."""
+        """Return the names of the IPUs that the job gets, () if it must wait, and the IPUs chosen just now."""
         request, kept = self.partition, frozenset[str]()
         if request is not None and (partition := state.partition(request.name)) is not None:
             if partition.lease is not None:
@@ -105,7 +105,7 @@ class IpuRequest:
     partition: PartitionRequest | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
-        """Raise PlanError if ``cluster`` has fewer IPUs, free or in use, than the job; ``where`` ends its text."""
+        """Raise PlanError, with ``where`` at its end, if ``cluster`` has too few IPUs, free and used together."""
         check_names(cluster, self.allocation)
         num_there = len(cluster.part(self.allocation))
         if not cluster.is_open and self.num_ipus > num_there:
@@ -114,7 +114,7 @@ class IpuRequest:
             raise PlanError(f"the job needs {needed}, and {whole} has {num_there}{where}")
 
     def of(self, cluster: Cluster) -> PoolRequest:
-        """Return this request for ``cluster``. Raises PartitionError if the IPUs do not divide over its hosts."""
+        """Return this request for ``cluster``. Raise PartitionError if its hosts cannot share the IPUs evenly."""
         num_chosen = self.partition.size if self.partition else self.num_ipus
         pick: Choose = cluster.pick(num_chosen, self.allocation, self.num_domains)
         if cluster.hosts and self.hosts:

@@ -27,7 +27,7 @@ _PATIENCE = 4  # the server may take this part of a lease's duration to answer: 
 
 
 class LeaseRenewal:
-    """The repeated renewal of one lease at a server until the job is over; ``job`` describes the lease."""
+    """The repeated renewal of a lease at a server until a job is over; ``job`` has the lease's key and server."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._lease_seconds = float(job["lease_seconds"])

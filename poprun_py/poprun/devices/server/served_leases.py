@@ -70,7 +70,7 @@ class ClientLeases:
         self._lock = threading.Lock()
 
     def adopt(self) -> int:
-        """Renew once all leases that an earlier server granted to clients; return the number of these leases."""
+        """Renew the leases that an earlier server granted to clients, one time each; return their number."""
         with self._lock:
             keys = _by_key(self._pool.state())
             for key in keys:
@@ -78,7 +78,7 @@ class ClientLeases:
         return len(keys)
 
     def request(self, request: LeaseRequest) -> LeaseAnswer:
-        """Grant a client's request if it is first and IPUs are free, otherwise queue it; return the answer."""
+        """Grant a client's request if no job is before it and IPUs are free, else queue it; return the answer."""
         with self._lock:
             state = self._pool.state()
             leases = _by_key(state)
@@ -106,7 +106,7 @@ class ClientLeases:
             self._end(key, "given back")
 
     def end_expired(self) -> None:
-        """End leases that were not renewed in time, and forget leases that another process has ended."""
+        """End leases not renewed in time; no longer await renewals of leases that another process has ended."""
         with self._lock:
             self._renewals.keep_only(_by_key(self._pool.state()).keys())
             for key in self._renewals.expired():

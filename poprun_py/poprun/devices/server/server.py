@@ -124,13 +124,13 @@ async def _end_expired(leases: ClientLeases) -> None:
 
 
 def _admit(challenges: Challenges, said: tuple[str, str, str, str], now_seconds: float) -> None:
-    """Raise HTTPException 401 unless the header in the request ``said`` proves that the client knows the token."""
+    """Raise HTTPException 401 unless ``said``, parts of a request, proves that the client knows the token."""
     if not challenges.is_answered_by(*said, now_seconds):
         raise HTTPException(401, "this is not its token: copy the file that vipu serve named when it started")
 
 
 async def _body(request: Request) -> bytes:
-    """Read a request's body and return it. Raises HTTPException if it is too long or the headers are too many."""
+    """Read and return a request's body. Raise HTTPException if it is too long or the headers are too many."""
     if len(request.headers) > MAX_HEADERS:
         raise HTTPException(431, f"more than {MAX_HEADERS} headers")
     body = b""
@@ -191,7 +191,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that exits with 0 at SIGTERM or SIGINT; it calls ``when_ready`` when it handles both."""
+    """A uvicorn server that exits with 0 at SIGTERM or SIGINT; ``when_ready`` is called once both are handled."""
 
     def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]) -> None:
         super().__init__(config)

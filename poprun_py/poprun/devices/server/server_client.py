@@ -35,7 +35,7 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 def token_file(environ: Mapping[str, str]) -> str:
-    """Return the path of the file with the server's secret token, as a variable says or in the user's settings."""
+    """Return the path of the server's secret token: the value of a variable, or a file in the user's settings."""
     named = environ.get(TOKEN_VARIABLE)
     settings = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return os.path.abspath(named or os.path.join(settings, "poprun", "vipu-token"))
@@ -94,7 +94,7 @@ class RemotePool:
         self._client = client
 
     def served(self) -> ServedPool:
-        """Return the server's virtual IPUs, its partitions and leases, and the duration of leases."""
+        """Return the server's description of itself: virtual IPUs, partitions, leases and duration of leases."""
         return self._call("pool", Nothing(), ServedPool)
 
     def cluster(self) -> Cluster:
@@ -140,7 +140,7 @@ class RemotePool:
 
 
 def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:
-    """Return the server's pool (record of leases) at ``host`` and ``port``, for this process's user."""
+    """Return a client of the pool (record of leases) at ``host`` and ``port``, for this process's user."""
     token = read_token(token_file(os.environ))
     server = ServerAddress(host=host, port=port, token=token, timeout_seconds=timeout_seconds)
     return RemotePool(server, f"{user_name(os.getuid())}@{socket.gethostname()}")

@@ -54,7 +54,7 @@ _READ_BYTES: Final = 64
 
 
 def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
-    """Return ``facts`` with only the GPUs that the server leases, and the server's pod (None if it has none)."""
+    """Return this machine's ``facts`` with only the GPUs that a server leases, and the server's pod or None."""
     served = _pool_of(vipu).served()
     return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
 
@@ -137,7 +137,7 @@ class ServerClaim(Claim):
         )
 
     def give_back(self) -> None:
-        """Release the lease or the place in the server's queue; do nothing if the server cannot be reached."""
+        """Release the job's lease or place in the server's queue; do nothing if the server cannot be reached."""
         with suppress(PoprunError):
             self._pool.end_lease(self.request.key)
 
@@ -194,7 +194,7 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
 
 
 def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
-    """Return ``facts`` with only the GPUs that the server leases; unchanged if the server leases a pod."""
+    """Return ``facts`` with only the GPUs of the server, leased ones marked; unchanged if it leases a pod."""
     cluster, taken = served.cluster, served.state.taken
     if cluster.kind == POD:
         return facts
@@ -220,7 +220,7 @@ def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
 
 
 def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -> tuple[str, ...]:
-    """Return the job's hosts by the names that ``cluster`` uses; () if the cluster names no hosts."""
+    """Return the names that ``cluster`` has for the job's ``hosts``; () if the cluster names no hosts."""
     own_names = [host for host in cluster.hosts if host in aliases]
     named = tuple(own_names[0] if host in aliases and own_names else host for host in hosts)
     check_hosts_of(cluster, named)

@@ -61,7 +61,7 @@ class LeaseRequest:
 
     @property
     def holder(self) -> Holder:
-        """The client that asks for the lease, as the server's pool records the holder of a lease."""
+        """The client that asks for the lease, in the form in which the pool stores the holder of a lease."""
         return Holder(
             pid=self.pid,
             start_ticks=self.start_ticks,
@@ -83,7 +83,7 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseKey:
-    """A message with the key (random name) of a lease, which the server shall renew or end."""
+    """A message with the key (random name) of the lease that the server shall renew or end, as a command asks."""
 
     key: Key
 

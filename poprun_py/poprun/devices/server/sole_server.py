@@ -16,7 +16,7 @@ _MAX_DIGITS: Final = 10
 
 @contextmanager
 def sole_server(pool: str) -> Iterator[None]:
-    """A context in which this process is the only server of the folder ``pool``. PoolError if there is another."""
+    """A context in which only this process serves the folder ``pool``. Raise PoolError if another one does."""
     key = secrets.token_hex(16)
     with opened_folder(pool, makes=True) as folder:
         with folder.alone(BUSY_SECONDS):
