@@ -48,7 +48,7 @@ def find_network(plan: LaunchPlan, environ: Mapping[str, str], verbosity: int) -
 
 
 def found_again(plan: LaunchPlan, network: "JobNetwork") -> "JobNetwork":
-    """Check all hosts again before a restart; return ``network`` with a new key. Raises HostsError on failure."""
+    """Check all hosts again before a restart; return ``network`` with a new key. Raise HostsError on failure."""
     return replace(network, key=_examine(plan)[0].key)
 
 

@@ -89,7 +89,7 @@ def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], s
 
 
 def _usable(own: Places, reached: str | None, version: int) -> list[tuple[str, str]]:
-    """Return a host's usable addresses of one IP version; addresses of the interface that ssh uses come first."""
+    """Return the addresses of IP ``version`` that a job can use on a host; those that ssh uses come first."""
     family = [place for place in own if ipaddress.ip_address(place[1]).version == version]
     interface = next((name for name, address in own if address == reached), None)
     outside = [place for place in family if place[1] == reached or not ipaddress.ip_address(place[1]).is_loopback]
@@ -105,7 +105,7 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
 
 
 def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> tuple[JobNetwork, str]:
-    """Check all hosts; return the job's network, and why it has these addresses. Raises HostsError on problems."""
+    """Check all hosts; return the job's network, and how addresses were chosen. Raise HostsError on failure."""
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
 
@@ -154,7 +154,7 @@ class _Examiner:
         self._problems: list[Problem] = []
 
     async def examine(self) -> tuple[tuple[JobNetwork, str] | None, list[Problem]]:
-        """Check all hosts. Return the network with the reason for its addresses; None and all problems if any."""
+        """Check all hosts. Return (network, how its addresses were chosen), or None, and all problems found."""
         try:
             answers = await self._ask_for_facts()
             self._record_problems(answers)
@@ -209,7 +209,7 @@ class _Examiner:
         self._problems += name_problems(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
-        """Check that all hosts without a problem have the cores and the cache folder that the job needs."""
+        """Check that all hosts without a problem have the cores, and the folder for caches, that the job needs."""
         bad = {problem.host for problem in self._problems}
         names = [name for name in answers if name in self._plan.hosts and name not in bad]
         question = {"ask": "slots", "folders": list(_FOLDERS), "cache": self._plan.cache_directory or ""}
@@ -217,7 +217,7 @@ class _Examiner:
             self._problems += judge_slots(name, slots, self._plan)
 
     async def _hand_over(self, key: JobKey) -> None:
-        """Store the job's secret key on each host, because a launcher like mpiexec might send it unencrypted."""
+        """Store the job's secret key on each host, as a launcher such as mpiexec might pass it on unencrypted."""
         question = {"ask": "hold", "file": key.file, "key": key.text}
         for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
             if answer["problem"]:
@@ -247,7 +247,7 @@ class _Examiner:
         return choice
 
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
-        """Check that every host can connect to this machine and to instance 0's host, from its chosen address."""
+        """Check that every host can connect, from its chosen address, to this machine and to instance 0's host."""
         # Agents connect to this machine, and instances to instance 0's host; this machine may be a host as well.
         first = self._plan.hosts[0]
         host = routes[self._here].address

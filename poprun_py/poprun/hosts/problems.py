@@ -122,7 +122,7 @@ def problems_of(
 
 
 def limits_of_open_mpi(host: str, answer: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Yield a problem for each limit of ``host`` that stops Open MPI's daemon; ``host`` may be this machine."""
+    """Yield a problem for each limit of ``host``, even this machine, with which Open MPI's daemon would fail."""
     if plan.mpi is None or plan.mpi.kind is not MpiKind.OPEN_MPI:
         return
     if answer["temporary"]:
@@ -160,7 +160,7 @@ def _other_popdist(
 
 
 def _remedy_of_copy(folder: str, environment: str) -> tuple[str, bool]:
-    """Return what to do if ``folder`` differs on a host, and whether a copy of ``environment`` contains it."""
+    """Return the remedy if ``folder`` differs on a host, and whether a copy of ``environment`` is a remedy."""
     is_copied = folder.startswith(os.path.join(environment, ""))
     return (
         f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}",
@@ -213,7 +213,7 @@ def name_problems(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]
 
 
 def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) -> Iterator[Problem]:
-    """Yield a problem for each host name that, by its addresses, means the same machine as another name."""
+    """Yield a problem for each host name whose addresses show that another name means the same machine."""
     own = {host: {address for _, address in places[host]} for host in routes}
     owners: dict[str, str] = {}
     for host, route in routes.items():

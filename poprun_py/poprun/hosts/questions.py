@@ -55,7 +55,7 @@ class HostConnections:
         self._own_connection = self._connections[here]
 
     async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
-        """Send each host its question in ``questions``; return answers and failures. Skip hosts that failed."""
+        """Send each host its question, except hosts that have failed before; return answers and failures."""
         # the time limit grows if this machine is busy, which its own slow first answer shows
         tasks = {
             name: asyncio.create_task(self._connections[name].ask(question))

@@ -225,7 +225,7 @@ def route(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def hold(question: dict[str, Any]) -> dict[str, Any]:
-    """Write the job's key to a file that only this user can read; delete old key files. Return the error or ""."""
+    """Write the job's key to a file that only this user can read, delete old keys; return {"problem": error}."""
     folder, name = os.path.split(question["file"])
     writing = f"{question['file']}.{os.getpid()}"
     try:

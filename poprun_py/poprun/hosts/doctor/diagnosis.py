@@ -63,7 +63,7 @@ def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
 
 
 def judge_hosts(hosts: Sequence[str], problems: str) -> Finding:
-    """Return the finding about ``hosts``; ``problems`` says why a job cannot run there, and is empty if it can."""
+    """Return the finding whether a job can run on ``hosts``; ``problems`` has the reasons why not, or is empty."""
     if problems:
         return Finding("hosts", State.FAILS, problems)
     return Finding("hosts", State.OK, f"{fold_hosts(hosts)}: a job can run there")
@@ -77,7 +77,7 @@ def can_run(findings: tuple[Finding, ...]) -> bool:
 def render_findings(
     findings: tuple[Finding, ...], report_format: ReportFormat, *, width: int = 80, has_color: bool = False
 ) -> str:
-    """Return ``findings`` as text with a final line break; ``width`` and ``has_color`` affect only the table."""
+    """Return ``findings`` as a table or JSON, with a line break; ``width`` and ``has_color`` form the table."""
     if report_format is ReportFormat.JSON:
         rows = [asdict(finding) for finding in findings]
         values = {"version": FORM_VERSION, "can_run": can_run(findings), "findings": rows}

@@ -114,7 +114,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
 
 
 def read_libraries(answer: str | None) -> Libraries:
-    """Return the libraries that the last line of a Python's ``answer`` lists; a problem if the list is missing."""
+    """Return the libraries in the last line of a Python's ``answer``; if there is no list, return a problem."""
     try:
         return Libraries(**json.loads((answer or "").strip().rpartition("\n")[2]))
     except ValueError:
@@ -129,7 +129,7 @@ def _version_of(program: str, option: str) -> str:
 
 
 def version_text(version_format: VersionFormat, environment: Mapping[str, str]) -> str:
-    """Return the text of `--version`: poprun's version, and in the full formats the versions of dependencies."""
+    """Return the text of `--version`: poprun's version and, in a full format, the versions of dependencies."""
     if version_format is VersionFormat.TEXT:
         return f"poprun {VERSION}\n"
     versions = _versions(environment)

@@ -100,7 +100,7 @@ def _problem_of(maker: Maker, listed: Sequence[Listed], answers: Sequence[Answer
 
 
 def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
-    """Return ``devices`` as GPUs, with the processes that use each GPU's memory, except poprun's own parents."""
+    """Return ``devices`` as GPUs, each with the processes that use its memory, except poprun's own parents."""
     callers = {*ancestors(os.getpid())} if any(it.pids for it in devices) else set()
     return tuple(
         Gpu(
@@ -125,7 +125,7 @@ def _node_of(address: str, pci: str) -> int | None:
 
 
 def _read_files(patterns: Sequence[str], root: str) -> dict[str, str]:
-    """Return the contents of all readable files below ``root`` that match ``patterns``, by path from ``root``."""
+    """Return {path, as if ``root`` were /: text} for all readable files below ``root`` that match ``patterns``."""
     from glob import glob
 
     contents = {}

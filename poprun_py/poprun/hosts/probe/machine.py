@@ -72,7 +72,7 @@ def own_names(hostname: str) -> frozenset[str]:
 
 
 def names_of_this_machine(hosts: Sequence[str]) -> frozenset[str]:
-    """Return the names of this machine; if ``hosts`` is one name that resolves to this machine, also that name."""
+    """Return this machine's names; if the only name in ``hosts`` resolves to this machine, add that name."""
     names = own_names(socket.gethostname())
     if len(hosts) == 1 and hosts[0] not in names and _is_here(hosts[0]):
         return names | {hosts[0]}
@@ -128,7 +128,7 @@ def starter_of_many(environment: Mapping[str, str]) -> str:
 
 
 def _last_number(text: str) -> int:
-    """Return the count in a text such as ``4``, ``a100:4`` or ``gpu:a100:4``; 0 if there is no count."""
+    """Return the count at the end of a Slurm value, such as ``4`` or ``gpu:a100:4``; 0 if there is no count."""
     match = re.search(r"([0-9]{1,6})$", text)
     return int(match[1]) if match else 0
 
@@ -155,7 +155,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]:
-    """Return the cache and NUMA node of each online core in ``allowed``; cores with unknown caches share one."""
+    """Return the online cores in ``allowed`` with cache and NUMA node; cores of unknown caches share one cache."""
     online = _numbers(os.path.join(system, "cpu", "online")) or allowed
     node_of = _node_of_cores(os.path.join(system, "node"))
     return tuple(
@@ -187,7 +187,7 @@ def _cpu(folder: str, number: int, node_of: Mapping[int, int]) -> Cpu:
 
 
 def _caches(folder: str) -> Iterator[tuple[int, int]]:
-    """Yield the level of each data cache of a core, and the first core that shares the cache."""
+    """Yield for each data cache of a core its level, and the number of the first core that shares the cache."""
     with suppress(OSError):
         for name in os.listdir(folder):
             cache = os.path.join(folder, name)

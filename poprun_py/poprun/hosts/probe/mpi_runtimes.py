@@ -19,7 +19,7 @@ _VERSIONS: Final = (
 
 
 def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, ...]]:
-    """Return the first MPICH or Open MPI in ``path`` or ``own_folder``, and launchers of other MPIs before it."""
+    """Return the first MPICH or Open MPI in ``path``, then ``own_folder``; also the other MPIs found before it."""
     unknown: list[str] = []
     for launcher in _candidates([*path.split(os.pathsep), own_folder]):
         runtime = read_version(launcher, answer_of((launcher, "--version"), _VERSION_SECONDS) or "")
@@ -51,7 +51,7 @@ def _candidates(folders: Sequence[str]) -> Iterator[str]:
 
 
 def _forker_beside(runtime: MpiRuntime) -> str | None:
-    """Return MPICH's launcher for a single machine, mpiexec.gforker, in the folder of ``runtime``, or None."""
+    """Return mpiexec.gforker, MPICH's launcher for one machine, in the folder of ``runtime``; None if missing."""
     forker = os.path.join(os.path.dirname(os.path.realpath(runtime.path)), _FORKER)
     return forker if runtime.kind is MpiKind.MPICH and _is_program(forker) else None
 

@@ -48,7 +48,7 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
 
 
 def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the argv for a machine that poprun cannot inspect: ``words``, with ``python`` before a .py file."""
+    """Return the argv for a host that poprun cannot inspect: ``words``, with ``python`` before a .py file."""
     return ("python", *words) if words and words[0].endswith(".py") else words
 
 
@@ -100,7 +100,7 @@ def _closed_folder(file: str) -> str:
 
 
 def _runs_by_itself(file: str) -> bool:
-    """Whether the system can execute a script: it is executable, and has a ``#!`` line or cannot be read."""
+    """Whether a script is executable and begins with ``#!``; if the script is unreadable, suppose that it does."""
     if not os.access(file, os.X_OK):
         return False
     try:
@@ -111,7 +111,7 @@ def _runs_by_itself(file: str) -> bool:
 
 
 def _check_interpreter(program: str, file: str, working_directory: str) -> None:
-    """Check that the interpreter in a script's ``#!`` line exists, because execve(2) names only the script."""
+    """Check that the interpreter in a script's ``#!`` line exists; execve(2)'s own error names only the script."""
     try:
         with open(file, "rb") as script:
             head = script.read(_HEAD_BYTES)
@@ -241,7 +241,7 @@ def _calls(source: str) -> "list[ast.Call]":
 
 
 def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
-    """Return the names of the arguments in calls of ``Fabric``; None if there is no call, or a call has ``**``."""
+    """Return the names of the arguments in calls of ``Fabric``; None without a call, or if ``**`` hides names."""
     fabrics = [call for call in calls if _name(call.func) == "Fabric"]
     if not fabrics or any(word.arg is None for call in fabrics for word in call.keywords):  # ** may name all
         return None
@@ -278,7 +278,7 @@ def _missing_module(output: Sequence[str]) -> str:
 
 
 def _missing_import(program: Sequence[str], working_directory: str) -> str:
-    """Return torch or popdist if a Python file imports it but its Python cannot find it; otherwise ""."""
+    """Return the module, torch or popdist, that a Python file imports but its Python lacks; "" if none."""
     if not re.fullmatch(_PYTHON, os.path.basename(program[0])):
         return ""
     imported = sorted(set(re.findall(_IMPORT, _source(script_of(program), working_directory), re.MULTILINE)))
