@@ -67,7 +67,7 @@ class AgentLinks:
             self.address = self._listen_to_hosts(network)
 
     def close(self) -> None:
-        """Close the connections to agents and monitors. Each agent, the parent of an instance, then ends it."""
+        """Close the connections to agents and monitors. Each agent (instance's parent) then ends its instance."""
         if self.viewers is not None:
             self.viewers.close()
         if self._proofs is not None:
@@ -81,7 +81,7 @@ class AgentLinks:
                 stream.close()
 
     def send_order(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
-        """Send ``order`` and descriptors ``streams`` to the agent (parent) of ``instance`` if it still runs."""
+        """Send ``order`` and the open descriptors ``streams`` to the agent of ``instance``, if it still runs."""
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
@@ -161,7 +161,7 @@ class AgentLinks:
             log(f"warning: refused: {reason}")
 
     def _receive(self, link: Link) -> Iterator[Event]:
-        """Receive data from ``link``; yield each message of an agent (parent of an instance) with its instance."""
+        """Receive data from ``link``; yield (instance, message) for each message of an instance's agent."""
         received = link.receive(check_event)
         if received is None:
             peer = self._drop(link)
@@ -182,7 +182,9 @@ class AgentLinks:
                     self._refuse_event(message)
 
     def _introduce(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
-        """Identify by its first ``message`` the process connected by ``link``; yield the message of an agent."""
+        """Identify by its first ``message`` the process connected by ``link``; yield the message if an agent
+        (parent of an instance) sent it, but not if a monitor did.
+        """
         match message:
             case {"event": "view"}:
                 self._stop_receiving(link)

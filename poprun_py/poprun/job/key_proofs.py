@@ -20,7 +20,7 @@ _NO_PROOF: Final = "who connected to the control socket did not prove to know th
 
 
 class KeyProofs:
-    """The connections from other hosts whose clients must still prove that they know the job's secret key."""
+    """The connections from other hosts whose clients have still to prove that they know the job's secret key."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class KeyProofs:
             self._admit(Link(connection, seal))
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
-        """Send ``data``, which is so short that sending never blocks. Return False if the client has gone."""
+        """Send ``data``, so short that sending never blocks. Return False if the client closed the connection."""
         try:
             connection.sendall(data)
         except OSError:

@@ -32,7 +32,7 @@ _MOST_LEFT: Final = 3
 
 
 class Attempt:
-    """One start of a job, which poprun watches from the launcher's start until all processes have ended."""
+    """One start of a job, from the start of its launcher, such as mpiexec, until all its processes have ended."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class Attempt:
             self._act(decision, stacks)
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
-        """Whether all failed instances have only lost a connection, so that the cause may soon fail as well."""
+        """Whether all failed instances only lost another instance, whose own failure may be reported soon."""
         from poprun.observe.judge.end_verdict import awaits_culprit
 
         return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)
 
     def _has_lost_launcher(self, now_seconds: float) -> bool:
-        """Whether the launcher, such as mpiexec, ended so long ago that no process will still report the cause."""
+        """Whether the launcher, such as mpiexec, ended so long ago that no process can still report the cause."""
         is_starting = self._record.phase is Phase.STARTING  # the host shim may outlive mpiexec
         has_lost_one = is_starting and self._launcher.running != self._launcher.started
         has_ended = self._launcher.has_ended or self._launcher.has_failed
@@ -177,7 +177,7 @@ class Attempt:
             log(f"warning: {what}; it may run on for --stop-timeout {seconds:g} s after the instance's end")
 
     def _is_launchers_child(self, instance: int) -> bool:
-        """Whether a process that poprun itself started, such as mpiexec, has directly started ``instance``."""
+        """Whether ``instance`` was started on this machine by a child of poprun itself, such as mpiexec."""
         network, route = self._identity.network, self._identity.route(self._plan, instance)
         is_here = network is None or (route is not None and route.address == network.control_host)
         return is_here and self._record.runtime_of(instance) in self._launcher.started

@@ -86,7 +86,7 @@ class Viewers:
         self._unsent_text = ""
 
     def add_text(self, text: str) -> bool:
-        """Send ``text``, cut if too long, to all monitors with the next update. Return False without monitors."""
+        """Add ``text``, cut if too long, to the next update for all monitors. Return False if there are none."""
         if not self._links:
             return False
         self._unsent_text = f"{self._unsent_text}{text}\n"[:_MAX_TEXT]
@@ -136,7 +136,7 @@ class MonitorProcess:
         self._key = key_of(pid)
 
     def wait(self) -> None:
-        """Wait at most 2 s until the monitor's process has removed its drawing from the terminal and ended."""
+        """Wait at most 2 s until the monitor has cleared what it drew on the terminal, and has ended."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._key is not None and key_of(self._key.pid) == self._key and time.monotonic() < deadline:
             for _ in reap():

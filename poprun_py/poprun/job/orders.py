@@ -70,7 +70,7 @@ def start_order(
 
 
 def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
-    """Return the message that makes agents (the programs' parents) end their programs, sooner after a failure."""
+    """Return the message that makes agents (programs' parents) end their programs, faster if ``has_failed``."""
     seconds = plan.ending.stop_timeout_seconds
     # JAX and TensorFlow delay the end after SIGTERM until all programs save, which is impossible after a failure.
     seconds_in_vain = min(seconds, _UNSAVED_SECONDS) if has_failed else seconds

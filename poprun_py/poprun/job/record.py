@@ -209,7 +209,7 @@ class _FailureQuestion:
 
 
 class _Silence:
-    """How long the agent (parent process) of each instance has been silent while poprun itself was running."""
+    """How long the agent (parent) of each instance sent nothing, without the time in which poprun was stopped."""
 
     def __init__(self, num_instances: int, now_seconds: float) -> None:
         self._awake_seconds = 0.0  # time in which poprun ran
@@ -229,7 +229,7 @@ class _Silence:
             self._heard_at_seconds[instance] = self._awake_seconds
 
     def is_too_long(self, instance: int) -> bool:
-        """Whether the agent (parent process) of ``instance`` has been silent so long that it must be frozen."""
+        """Whether the agent (parent) of ``instance`` was silent for so long that poprun takes it for frozen."""
         return self._awake_seconds - self._heard_at_seconds[instance] >= FROZEN_SECONDS
 
 
@@ -282,7 +282,7 @@ class Record:
         return {hello[whose] for hello in self._hellos.values() for whose in ("shim", "pid")}
 
     def runtime_of(self, instance: int) -> int | None:
-        """Return the id of the launcher's process that started ``instance``; None before it has connected."""
+        """Return the id of the launcher's process that started ``instance``; None until ``instance`` connects."""
         hello = self._hellos.get(instance)
         return None if hello is None else hello["runtime"]
 
@@ -307,7 +307,7 @@ class Record:
             self._add_evidence(instance, event)
 
     def _add_evidence(self, instance: int, event: dict[str, Any]) -> None:
-        """Keep what ``event`` says about a failure or hang, and no longer wait for an answer of ``instance``."""
+        """Keep what ``event`` says about a failure or hang, and record that ``instance`` needs no more answer."""
         if self._question is not None:
             self._question.note_answer(instance)
         if event["event"] == "exited" and not event["was_stopped"]:
@@ -345,7 +345,7 @@ class Record:
         return {status.index for status in self.statuses if status.state not in gone}
 
     def ask(self, now_seconds: float) -> list[int]:
-        """Return the instances to ask, after a failure, in which collective they wait; expect their answers."""
+        """Begin to ask, after a failure, in which collective the programs wait; return the instances to ask."""
         instances = self._recording_instances()
         self._question = _FailureQuestion(instances, now_seconds)
         for status in self.statuses:

@@ -18,7 +18,7 @@ _READ_BYTES = 4096
 
 
 class ReceivedSignals:
-    """The signals that poprun has received. Each signal also makes a pipe readable, which wakes the job's loop."""
+    """The signals that poprun has received. Each also writes to a pipe, which wakes the job's loop, its reader."""
 
     def __init__(self) -> None:
         self.num_interrupts = 0  # times that Ctrl-C was pressed
@@ -62,7 +62,7 @@ class ReceivedSignals:
         os.close(writer)
 
     def drain(self) -> None:
-        """Read all bytes of the pipe that signals write to, so that only the next signal makes it readable."""
+        """Read all bytes that signals have written to the pipe, so that only the next signal wakes the loop."""
         while True:
             try:
                 if len(os.read(self.descriptor, _READ_BYTES)) < _READ_BYTES:

@@ -50,7 +50,7 @@ class StackInquiry:
         return self.hang is not None and self.hang.is_suspicion
 
     def calls(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, str]:
-        """Return the name of the torch collective in which each program waits, by instance; omit the others."""
+        """Return {instance: the torch collective in which its program waits}; omit programs that wait in none."""
         answers = self._answers(evidence).items()
         return {index: call for index, stacks in answers if (call := collective_of(stacks))}
 
@@ -77,7 +77,7 @@ class StackInquiry:
         return "\n  ".join([*self._heading(statuses, findings), *lines, *self._last_lines()])
 
     def _answers(self, evidence: Mapping[int, InstanceEvidence]) -> dict[int, Stacks]:
-        """Return the stacks of the programs that have answered this request; skip older stacks in ``evidence``."""
+        """Return {instance: stacks} of the programs that answered this request; omit stacks of older requests."""
         answered = (index for index in self._instances if index not in self._awaited and index in evidence)
         return {index: evidence[index].stacks for index in answered}
 

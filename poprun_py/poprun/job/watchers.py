@@ -28,7 +28,7 @@ _HOSTS_SECONDS: Final = 30.0  # time between two checks of the hosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The plan, connections and other objects of one start of a job, which all watchers of the job use."""
+    """The objects of one start of a job, such as plan and connections, that all its watchers (observers) use."""
 
     plan: LaunchPlan
     variables: Mapping[str, str]
@@ -48,7 +48,7 @@ class Watcher:
         """Check the job again, and print for the user what is new. poprun's loop calls this method often."""
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Handle a message of the parent process of ``instance``. Other kinds than ``hears`` do not come here."""
+        """Handle a message, of the kind ``hears`` of this watcher, from the agent (parent) of ``instance``."""
 
     def add_to(self, end: JobEnd) -> JobEnd:
         """Return ``end``, the description of how the job ended, with the results of this watcher added."""
@@ -237,7 +237,7 @@ class Clocks(Watcher):
 
 
 class Speed(Watcher):
-    """The watcher that finds slow instances: it regularly asks each program when it called its collectives."""
+    """The watcher that finds slow instances: it regularly asks each program for the times of its collectives."""
 
     def __init__(self, watched: Watched, clocks: Clocks) -> None:
         self._watched = watched

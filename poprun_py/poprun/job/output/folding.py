@@ -51,7 +51,7 @@ class Folder:
         return shown
 
     def add_lines(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
-        """Add output of ``instance``; return the lines to show now. Updates of progress bars never wait."""
+        """Add output of ``instance``; return the lines to show now. A progress bar's updates are shown at once."""
         shown: list[Folded] = []
         for line in lines.splitlines(keepends=True):
             if line.endswith(b"\n"):
@@ -68,7 +68,7 @@ class Folder:
         return shown
 
     def end(self, instance: int) -> list[Folded]:
-        """Record that ``instance`` prints no more; return the lines that only waited for ``instance``."""
+        """Record that ``instance`` prints no more; return the lines that all running instances have printed."""
         self._running.discard(instance)
         if not self._running:
             return [folded for other in self._queues for folded in self._show_until(other, 0)]
@@ -100,7 +100,7 @@ class Folder:
         )
 
     def _show_next(self, instance: int) -> Folded:
-        """Remove and return the next line of ``instance``, or another line that must be shown before this line."""
+        """Remove and return the next line of ``instance``, or a line that another instance printed before it."""
         seen = {instance}
         line = self._queues[instance][0].line
         while (other := self._find_other_first(line, seen)) is not None:
@@ -109,12 +109,12 @@ class Folder:
         return self._remove(line)
 
     def _find_other_first(self, line: bytes, seen: set[int]) -> int | None:
-        """Return an instance, not in ``seen``, that printed other lines before ``line``; None if there is none."""
+        """Return an instance, not in ``seen``, whose queue has other lines before ``line``; None if none has."""
         others = (other for other in self._counts[line] if other not in seen)
         return next((other for other in others if self._queues[other][0].line != line), None)
 
     def _remove(self, line: bytes) -> Folded:
-        """Remove ``line`` from the front of each queue that begins with it; return it with these instances."""
+        """Remove ``line`` from each queue that begins with it; return the line with the queues' instances."""
         counts = self._counts[line]
         instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)
         for instance in instances:

@@ -26,7 +26,7 @@ class LineSplitter:
         self._is_drawing = False
 
     def feed(self, data: bytes) -> bytes:
-        r"""Add ``data``; return all lines that are now complete. After a last ``\r``, wait for one more byte."""
+        r"""Add ``data``; return all lines now complete. After a last ``\r``, wait, because ``\n`` may follow."""
         data = self._rest + data
         after_bar = data.rfind(b"\r", 0, -1) + 1
         end = max(after_bar, data.rfind(b"\n") + 1)
@@ -44,7 +44,7 @@ class LineSplitter:
 
     @property
     def step(self) -> bytes:
-        r"""The beginning of a progress bar's next update, whose end has not arrived; empty if there is no bar."""
+        """A progress bar's next update, as far as it has arrived; empty if no progress bar is drawn."""
         # programs write ``\r`` before or after each step; without this, a step would be shown one step late
         if self._rest.endswith(b"\r"):
             return self._rest[:-1]

@@ -65,7 +65,7 @@ class LogFiles:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close all log files; if several are incomplete because of write errors, warn how many."""
+        """Close all log files; if write errors have cut several log files off, warn of their number."""
         for (instance, stream), descriptor in self._descriptors.items():
             try:
                 os.close(descriptor)

@@ -100,7 +100,7 @@ class Display:
         self._output.write(data)
 
     def show(self, instance: int, lines: bytes, step: bytes) -> None:
-        """Show whole ``lines`` of ``instance``, and ``step``, the start of its progress bar's next update."""
+        """Show whole ``lines`` of ``instance``, then ``step``, the received part of a progress bar's update."""
         if self._folder is not None:
             self._write_folded(self._folder.add_lines(instance, lines, time.monotonic()))
             lines = b""
@@ -178,7 +178,7 @@ def _is_shown(plan: LaunchPlan, instance: int) -> bool:
 
 
 class Tails:
-    """The last output lines of each instance: for error messages and, with ``keeps_all``, for the job's report."""
+    """The last output lines of each instance, for error messages; if ``keeps_all``, also for the job's report."""
 
     def __init__(self, *, keeps_all: bool) -> None:
         self._errors: dict[int, deque[bytes]] = {}
@@ -199,7 +199,7 @@ class Tails:
         return _decode(self._errors.get(instance) or self._hidden.get(instance) or ())
 
     def of_all(self, instance: int) -> list[str]:
-        """Return the last lines of an instance's stdout and stderr; [] if the job's report needs no lines."""
+        """Return the last lines of an instance's stdout and stderr; [] unless the job's report needs lines."""
         return _decode((self._all or {}).get(instance, ()))
 
 

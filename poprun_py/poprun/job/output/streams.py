@@ -49,7 +49,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """Return the descriptors of an instance's stdin, stdout and stderr; [] if these are ``sockets``."""
+        """Return descriptors of an instance's stdin, stdout and stderr; [] if ``sockets`` of its host are used."""
         if sockets:
             self._input_socket = sockets.get(_STDIN, self._input_socket)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
@@ -193,7 +193,7 @@ class InputFeed:
         return b""
 
     def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait until ``descriptor`` is ready or the time is over. Return False if the thread must stop."""
+        """Wait for poll(2)'s ``event`` at ``descriptor``, or a time limit; return False if the thread must end."""
         target = self._target.fileno()
         poll = select.poll()
         poll.register(self._stop_reader, 0)

@@ -62,7 +62,7 @@ class TracebackFilter:
         return tuple(sorted(self._interrupted))
 
     def feed(self, instance: int, lines: bytes, *, leaves_out_interrupts: bool) -> bytes:
-        """Return the lines to show after ``instance`` wrote ``lines``; hold an unfinished traceback back.
+        """Return the lines to show after ``instance`` wrote ``lines``; keep an unfinished traceback for later.
 
         After Ctrl-C ``leaves_out_interrupts`` is True: tracebacks of KeyboardInterrupt are not shown.
         """
@@ -72,7 +72,7 @@ class TracebackFilter:
         return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
 
     def finish(self, instance: int) -> bytes:
-        """Return the lines of ``instance`` that were held back, except repeated messages; it prints no more."""
+        """Return the held-back lines of ``instance``, which prints no more, except messages already shown."""
         self._after.pop(instance, None)
         return self._release(instance)
 
