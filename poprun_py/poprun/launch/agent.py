@@ -56,7 +56,7 @@ _REPORT_SECONDS = 2.0
 
 
 class Parentage(NamedTuple):
-    """The parents of an agent, which starts and ends a program: the shim that forked it, and the shim's parent."""
+    """The parents of an agent: the shim, poprun's process that forked the agent, and the shim's own parent."""
 
     shim: int  # the process id of its shim
     runtime: int  # the process id of the process that started the shim
@@ -66,7 +66,7 @@ class Parentage(NamedTuple):
 
 
 class HeldKey(NamedTuple):
-    """The job's secret key, with which an agent connects to poprun over a network; empty on one machine."""
+    """The job's secret key, with which an agent connects to poprun over a network; empty without a network."""
 
     text: str
     file: str  # the file that contained the key
@@ -81,7 +81,7 @@ def forget_key(key: HeldKey) -> None:
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
-    """Bind this process to cores and NUMA nodes; return {}, or the reason if the memory cannot be bound."""
+    """Bind this process to cores and NUMA nodes; return {}, or {"memory_not_bound": reason} if the nodes fail."""
     # child processes inherit both settings: sched_setaffinity(2); set_mempolicy(2), which containers may forbid
     if cores:
         os.sched_setaffinity(0, cores)
@@ -96,7 +96,7 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
 
 
 class HeldPorts:
-    """The ports at which libraries of an instance's program will listen, reserved by sockets until then."""
+    """The ports for libraries of an instance's program, reserved by sockets until the libraries listen there."""
 
     # Every instance must know the ports before the program listens. The kernel gives a port that is bound with
     # SO_REUSEADDR to no process that asks for any free port, but the library's listener can still bind the port.
@@ -247,18 +247,18 @@ class Agent:
         return True
 
     def _await_report_of_shim(self, ends: set[int]) -> None:
-        """Wait until the shim, the agent's parent, has reported to poprun that the shim's parent has ended."""
+        """Wait briefly until the shim, the agent's parent, has reported to poprun that the shim's parent ended."""
         if ends and has_ended(self._parentage.runtime):
             select.select(ends, (), (), _REPORT_SECONDS)
 
     def _end_runtime(self) -> None:
-        """End the MPI daemon that started the shim: the daemon would wait for ever for the lost mpiexec."""
+        """End the MPI daemon that started the shim: the daemon waits for mpiexec, which is lost, for ever."""
         runtime = key_of(self._parentage.runtime)
         if runtime is not None and any(key.pid == self._parentage.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
 
     def _continue_parents(self) -> None:
-        """Send SIGCONT to the shim and the shim's parent: both must end now, and a stopped process cannot."""
+        """Send SIGCONT to the shim and its parent, which must end now: a process stopped by SIGSTOP cannot end."""
         # a living poprun continues its own children; its user may have stopped poprun itself on purpose
         shim, runtime = self._parentage.shim, self._parentage.runtime
         pids = [shim, *([runtime] if self._is_orphan or self._control.is_sealed else [])]
@@ -266,7 +266,7 @@ class Agent:
         send([key for key in map(key_of, pids) if key is not None], signal.SIGCONT)
 
     def _report_program(self) -> None:
-        """Queue events for poprun: resources that the program uses, leftover processes, requested stacks."""
+        """Queue events for poprun: the program's use of resources, its leftover processes, requested stacks."""
         if self._program is not None and self._watch.is_due():
             self._queue(self._watch.measure())
         if leftovers := self._ending.news():
@@ -341,7 +341,7 @@ class Agent:
             self._ending.kill()
 
     def _start(self, order: dict[str, Any]) -> None:
-        """Start the program that ``order`` names, with the shim's environment and the variables in ``order``."""
+        """Start the program in ``order``, with the environment of the shim (agent's parent) and of ``order``."""
         forget_key(self._key)  # every agent has connected to poprun
         self._ending.grace_seconds = order["grace_seconds"]
         self._lease_address = order["lease_address"]
@@ -365,7 +365,7 @@ class Agent:
             os.close(descriptor)
 
     def _open_descriptors(self, order: dict[str, Any], environment: dict[str, str]) -> list[int]:
-        """Open the program's descriptors and set their variables; return descriptors that the agent must close."""
+        """Open descriptors that the program inherits, named by variables; return those the agent must close."""
         for_program = []
         if self._ports.store is not None:
             for_program.append(self._ports.store.detach())
@@ -391,7 +391,7 @@ class Agent:
         return clock.for_program.detach()
 
     def _fetch_lease(self) -> list[int]:
-        """Return the locked files of the job's lease from the process that keeps it; [] if there is no lease."""
+        """Return the locked files that keep the job's lease, from the lease's holder; [] if there is no lease."""
         if not self._lease_address:
             return []
         from poprun.launch.fetched_lease import fetch_lease
@@ -399,7 +399,9 @@ class Agent:
         return fetch_lease(self._lease_address)
 
     def _leave_lease(self) -> None:
-        """Let the process that keeps the job's lease end if poprun is lost; else continue it if it is stopped."""
+        """Let the holder of the job's lease end: order its end if poprun is lost; otherwise send SIGCONT, because
+        a stopped process cannot end.
+        """
         if self._lease_address:
             from poprun.launch.fetched_lease import give_up_lease, wake_holder
 
@@ -433,7 +435,7 @@ class Agent:
             self._queue({"event": "started", "pid": self._program, **binding_problem})
 
     def _pass_signal(self, signum: int) -> None:
-        """Send ``signum`` to the program's processes with a handler for it; report to poprun if there is none."""
+        """Send ``signum`` to the program's processes that handle it; if no process does, report this to poprun."""
         catching = catchers(signum)
         send(catching, signum)
         if not catching:
