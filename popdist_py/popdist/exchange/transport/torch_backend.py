@@ -60,7 +60,7 @@ class GlooHeaderExchange:
                 self._failures[peer] = error
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Wait for the headers of all instances, and return the headers; see `popdist.exchange.groups`."""
+        """Return all instances' headers once all have come. Raise BackendError if an instance is late or lost."""
         if timeout_seconds is None and self._thread is None:
             self._receive()
         else:
@@ -75,7 +75,7 @@ class GlooHeaderExchange:
         return self._headers()
 
     def peek(self) -> list[bytes] | None:
-        """Return the headers of all instances if all have come, else None; see `popdist.exchange.groups`."""
+        """Return the headers of all instances if all have come; None otherwise. Never waits, never raises."""
         with suppress(BackendError):
             self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
@@ -86,7 +86,7 @@ class GlooHeaderExchange:
         return [received.get(instance, self._header) for instance in self._instances]
 
     def _receive(self) -> None:
-        """Wait for the headers of all instances; stop waiting if an instance was lost or is late."""
+        """Receive the headers of all instances; if an instance is lost or late, record its error and stop."""
         deadline = time.monotonic() + self._connections.timeout_seconds
         while self._works and not self._failures:
             peer = next(iter(self._works))
@@ -99,7 +99,7 @@ class GlooHeaderExchange:
             del self._works[peer]
 
     def _blame(self) -> str:
-        """Return the error message of the failed exchange: all instances that were lost, or the late instance."""
+        """Return an error message that names the instance that was late, or else all instances that were lost."""
         peer, error = next(iter(self._failures.items()))
         if "timed out" in str(error).lower():
             late = self._connections.names.of([peer])
@@ -129,21 +129,21 @@ class MemoryHeaderExchange:
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Wait for the headers of all instances, and return the headers; see `popdist.exchange.groups`."""
+        """Return all instances' headers once all have come. Raise BackendError if an instance is late or lost."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(limit):
             raise BackendError(f"{self._connections.names.of(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
-        """Return the headers of all instances if all have come, else None; see `popdist.exchange.groups`."""
+        """Return the headers of all instances if all have come; None otherwise. Never waits, never raises."""
         with suppress(BackendError):
             if not self._receive(0.0):
                 return [self._received[instance] for instance in self._instances]
         return None
 
     def _receive(self, timeout_seconds: float) -> list[int]:
-        """Receive the headers that come in time; return the instances whose headers are late."""
+        """Receive and keep the headers that come in ``timeout_seconds``; return the instances without a header."""
         late, deadline = [], time.monotonic() + timeout_seconds
         for instance, number in self._numbers.items():
             if instance not in self._received:
@@ -173,7 +173,7 @@ class MemoryOfSubsets:
         self._failures: dict[tuple[int, ...], str] = {}
 
     def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
-        """Return the collectives of ``instances`` in shared memory; None on all if impossible. All call this."""
+        """Return shared-memory collectives for ``instances``, which all call this; None if memory is missing."""
         if instances in self._failures:
             raise BackendError(self._failures[instances])
         if instances not in self._made:
@@ -203,7 +203,9 @@ class MemoryOfSubsets:
         return _collectives_of(part) if part is not None and have_all else None
 
     def _exchange(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
-        """Exchange ``number`` with ``instances``, in a message that differs from headers; return all numbers."""
+        """Send ``number``, which describes this instance's shared memory, to ``instances``; return the numbers of
+        all. Raise BackendError if an instance sends another message, such as a header.
+        """
         message = _SUBSET_MESSAGE.pack(_SUBSET_MARK, number).ljust(self._connections.header_bytes, b"\0")
         received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
         unpacked = [_SUBSET_MESSAGE.unpack_from(data) for data in received]
@@ -219,7 +221,7 @@ def _page_of(group: HostGroup) -> Reservation | None:
 
 
 def _collectives_of(part: HostGroup) -> HostCollectives | None:
-    """Return the collectives of the group ``part``; None on all its instances if shared memory is missing."""
+    """Return the collectives of ``part``, a group of a host's instances; None on all if the host lacks memory."""
     try:
         return HostCollectives(part)
     except BackendError:
@@ -261,11 +263,11 @@ class TorchBackend:
 
     @property
     def local_collectives(self) -> HostCollectives | None:
-        """The collectives in the memory of this host, for a whole job on several hosts; otherwise None."""
+        """The shared-memory collectives of this host's instances, if the job is on several hosts; else None."""
         return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_kinds else None
 
     def _collectives(self) -> HostCollectives | SeveralHosts:
-        """Return the collectives on CPU tensors; for a part of the job, the first call makes its shared memory."""
+        """Return the collectives on CPU tensors; a part of the job makes its shared memory at the first call."""
         if self._is_whole_job:
             return self._connections.collectives
         shared = self._subsets.of(self.instances)
@@ -276,13 +278,15 @@ class TorchBackend:
         return self._by_messages
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """Return the channel, a thread for collectives on ``devices``, for the whole job; None for a part."""
+        """Return the channel, the thread that runs collectives on ``devices`` in the background; None if this
+        backend is a part of the job, or does not accept tensors of ``devices``.
+        """
         kinds = {"cpu" if device.type == "cpu" else "accelerator" for device in devices}
         is_possible = self._is_whole_job and self.device_kinds >= kinds
         return self._connections.channel(devices) if is_possible else None
 
     def _direct(self, tensor: Tensor) -> Any:
-        """Return the backend that sends ``tensor`` between accelerators; None if it must go through CPU memory."""
+        """Return the backend (such as NCCL) for ``tensor``; None if ``tensor`` must go through CPU memory."""
         return self._connections.direct(tensor.device) if self._is_whole_job else None
 
     def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
@@ -355,10 +359,12 @@ class TorchBackend:
         return TorchBackend(self._connections, instances, self.device_kinds, self._subsets)
 
     def stop_threads(self) -> None:
-        """End the threads of this process; connections for headers stay open, so other instances see nothing."""
+        """End the threads of this process. The connections for headers stay open until the process has ended, so
+        that other instances blame no living process.
+        """
         self._connections.stop_threads()
 
     def close(self) -> None:
-        """Close the connections of the whole job, and leave the memory of all subsets."""
+        """Close the connections of the whole job, and leave the shared memory of all subsets of its instances."""
         self._subsets.close()
         self._connections.close()

@@ -39,13 +39,13 @@ Arrival = Callable[[], Tensor]
 
 
 class Peers(Protocol):
-    """The members with the same index on their hosts, which send each other tensors; all make the same calls."""
+    """Members (instances or ranks) with equal indices on different hosts, which send each other tensors."""
 
     def all_gather(self, tensor: Tensor) -> Arrival:
-        """Start sending ``tensor`` to all peers; return a function that waits for the tensors of all peers."""
+        """Start sending ``tensor`` to all peers; return a function that waits for and returns their tensors."""
 
     def all_to_all(self, rows: Tensor) -> Arrival:
-        """Start sending each peer its row of ``rows``; return a function that waits for the peers' rows."""
+        """Start sending each peer its row; return a function that waits for and returns the peers' rows."""
 
 
 class Transport(Protocol):
@@ -59,7 +59,7 @@ class Transport(Protocol):
 
 
 class WaitingPeers:
-    """The instances of ``transport``, with the methods of `Peers`; each call waits until all tensors have come."""
+    """Peers that are the instances of ``transport``, such as a backend; calls wait until all tensors have come."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -76,7 +76,7 @@ class WaitingPeers:
 
 
 class TwoLevelReduction:
-    """Reductions first within each host, then between hosts; all members make the same calls in the same order.
+    """Reductions over members (instances or ranks), first in each host, then between hosts. All make equal calls.
 
     Attributes:
         places: For each node of the tree, the peer that sends the node, and the node's index in the peer's rows.
@@ -102,8 +102,8 @@ class TwoLevelReduction:
         self.pairs = node_additions([node for owned in nodes for node in owned], num_items)
 
     def all_reduce(self, rows: Sequence[Tensor], op: Op = "sum", into: Tensor | None = None) -> None:
-        """Combine ``rows`` of all members into ``into``; if this is None, into the first row. A member has one row
-        for each of its nodes in the tree of sums. The rows are overwritten.
+        """Combine the ``rows`` of all members by ``op`` into ``into``, or into the first row if ``into`` is None.
+        Each member has one row for each of its nodes in the tree of additions. The rows are overwritten.
         """
         out = rows[0] if into is None else into
         length = len(out)
@@ -115,12 +115,12 @@ class TwoLevelReduction:
         )
 
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
-        """Return zeros to fill for :meth:`reduce_scatter`: (receiver, receiver's host, sender's node, element)."""
+        """Return zeros to fill for :meth:`reduce_scatter`: receiver, receiver's host, sender's node, element."""
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
     def share_of(self, shares: Tensor, member: int) -> Tensor:
-        """Return the part of ``shares`` that is for ``member``, a number that counts members over all hosts."""
+        """Return the part of ``shares`` for the member with number ``member``, counted over all hosts."""
         return shares[member % self._num_local, member // self._num_local]
 
     def reduce_scatter(self, shares: Tensor, op: Op = "sum") -> Tensor:
@@ -128,7 +128,9 @@ class TwoLevelReduction:
         return self._divided(self._start_scatter(shares, _step(op))(), op)
 
     def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[bool]:
-        """Reduce a chunk of ``rows`` into ``out``; yield True when data was sent, so that other work can run."""
+        """Reduce ``rows``, one chunk of each row, into ``out``. Yield True whenever data was sent and is awaited,
+        so that the generators of several chunks can run in turns.
+        """
         wide = [row.float() if is_widened(op, row.dtype) else row for row in rows]
         step, length = _step(op), len(out)
         if length <= FEW:
@@ -152,7 +154,7 @@ class TwoLevelReduction:
             out.copy_(total)
 
     def _spread(self, rows: Sequence[Tensor], num_local: int, num_hosts: int) -> Tensor:
-        """Cut ``rows`` into a part for each member, padded with zeros; return the parts, if possible uncopied."""
+        """Cut each row into parts for all members, padded with zeros; return the parts, as a view if possible."""
         length = len(rows[0])
         width = -(-length // (num_local * num_hosts))
         shape = (num_local, num_hosts, self._num_rows, width)
@@ -166,7 +168,7 @@ class TwoLevelReduction:
         return shares
 
     def _start_scatter(self, shares: Tensor, step: Op) -> Arrival:
-        """Combine shares in the host's memory; start sending each peer its share; return a function that waits."""
+        """Start to combine all ``shares``; return a function that waits for and returns this member's result."""
         share = shares[self._local]
         if self._local_collectives is not None:
             share = torch.empty_like(share)
@@ -175,7 +177,7 @@ class TwoLevelReduction:
         return lambda: self._combine(arrival(), step)
 
     def _combine(self, received: Tensor, step: Op) -> Tensor:
-        """Combine the rows ``received`` from all peers in place, in the order of the tree; return the result."""
+        """Combine the rows ``received`` from peers in place, in the addition tree's order; return the result."""
         rows = [received[place] for place in self.places]
         total: Tensor = combine_in_place(combiner(step, received.dtype), rows, self.pairs)
         return total
@@ -185,17 +187,17 @@ class TwoLevelReduction:
 
 
 def _parts(shares: Tensor) -> Sequence[Tensor]:
-    """Return the part of ``shares`` for each member of the host, as flat tensors."""
+    """Return ``shares`` as flat tensors, one for each member of this host."""
     return shares.view(len(shares), -1).unbind()
 
 
 def _step(op: Op) -> Op:
-    """Return the operation that combines two partial results: a sum for a mean, which is divided at the end."""
+    """Return the operation on partial results of ``op``; for a mean, which is divided only at the end, a sum."""
     return "sum" if op == "mean" else op
 
 
 def in_turns(works: Iterable[Iterator[bool]]) -> None:
-    """Run generators in turns: a generator yields True when data is on the way, so that others run meanwhile."""
+    """Run the generators ``works`` in turns: each yields True when it waits for data, and then the others run."""
     begun: list[Iterator[bool]] = []  # every member takes the same turns, so that messages do not mix
     for work in works:
         begun = [other for other in (work, *begun) if next(other, False)]
@@ -252,7 +254,7 @@ class BucketAllReduce:
         self._rest: list[dist.Work] = []
 
     def post_receives(self) -> None:
-        """Post receives for the other instances' messages; all instances have agreed to send. CPU tensors only."""
+        """Post receives for this sum's messages, after all instances agreed to make the sum. CPU tensors only."""
         if not self._into.is_cpu:
             return
         # gloo sends nothing before a receive is posted, and a late receive's request would wait behind other data.
@@ -276,7 +278,7 @@ class BucketAllReduce:
             self._channel.issue(lambda: self._combine(own), [*own, self._into])
 
     def _add_here(self, own: Tensor) -> FollowUp | None:
-        """Add this instance's part of the host's buffers, and send the sum to other hosts; in another thread."""
+        """Add one part of all buffers of this host, and send it to the peers; in the channel's thread."""
         local = self._channel.local_collectives
         if local is None:
             return None
@@ -285,13 +287,13 @@ class BucketAllReduce:
         return partial(self._combine, self._mine)
 
     def _post(self, own: Sequence[Tensor]) -> None:
-        """Start to send each peer its part of the buffers ``own``."""
+        """Start to send each peer its part of ``own``, the buffers of this instance, one for each tree node."""
         for place, other in self._others:
             for row in own:
                 self._rest += self._channel.send(row[self._runs[place]], other, _SHARE_TAG)
 
     def _combine(self, own: Sequence[Tensor]) -> None:
-        """Add the received buffers in tree order, and send the result to the peers; in the channel's thread."""
+        """Add ``own`` and the peers' buffers in tree order, send the peers the sum; in the channel's thread."""
         _wait(self._arrivals)
         run = self._runs[self._own]
         total, places = self._into[run], self._reduction.places
@@ -312,13 +314,13 @@ class BucketAllReduce:
             self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 
     def finish(self) -> None:
-        """Gather the parts of the sum from the instances of this host, when all threads are done."""
+        """Gather the sum from its parts, which this host's instances added, after the channel's threads ended."""
         if self._local_collectives is not None:
             self._local_collectives.all_gather(self._parts, self._into)
 
 
 def _wait(works: list[dist.Work]) -> None:
-    """Wait for all of ``works``, and clear the list."""
+    """Wait until torch's ``works`` (sends and receives) have ended, and clear the list."""
     for work in works:
         work.wait()
     works.clear()
