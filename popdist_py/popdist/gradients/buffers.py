@@ -51,7 +51,7 @@ class ModelBuffer:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether this is a large buffer that was not written since its copy, by torch's version counter."""
+        """Whether this is a large buffer to which torch has counted no write since its copy ``start`` was made."""
         # Some operations write to small buffers and are not counted, such as BatchNorm.
         if self.is_uncounted or self.start.numel() <= LARGE:
             return False
@@ -64,7 +64,7 @@ class ModelBuffer:
         return now.shape == start.shape and now.dtype == start.dtype and now.device == start.device
 
     def now(self) -> Tensor | None:
-        """Return the module's present tensor for this buffer; None if it is gone or its shape or dtype differs."""
+        """Return the module's present tensor of this buffer; None if it is gone or has another shape or dtype."""
         now = getattr(self.owner, self.key, None)
         if not isinstance(now, Tensor):
             return None
@@ -74,7 +74,7 @@ class ModelBuffer:
         return now
 
     def set(self, value: Tensor) -> None:
-        """Write ``value`` into the buffer's original tensor, and make the module use this tensor again."""
+        """Write ``value`` into the buffer's tensor of the step's start; restore this tensor in the module."""
         local_part(self.tensor).copy_(value)
         if getattr(self.owner, self.key, None) is not self.tensor:
             setattr(self.owner, self.key, self.tensor)
@@ -87,7 +87,7 @@ class ModelBuffer:
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which buffers of ``dtype`` are added: int64, or for floats float32 or float64."""
+    """Return the dtype of the sum of buffers of ``dtype`` over replicas: int64; for floats, float32 or float64."""
     return wide_dtype(dtype) if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
@@ -112,7 +112,7 @@ def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = Fals
 
 
 def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """Return the names of the pairs whose two tensors differ; wait for an accelerator once per dtype."""
+    """Return the names of ``pairs`` (a buffer, its copy) that differ; wait for an accelerator once per dtype."""
     kinds: dict[Kind, list[str]] = {}
     for name, (now, _) in pairs.items():
         if now.numel():
@@ -127,7 +127,7 @@ def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list
 
 
 def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """Return Python's id and torch's version counter of ``tensor``, by which a later change is detected."""
+    """Return the Python id of ``tensor`` and torch's count of writes to it: a later change changes one of them."""
     return id(tensor), num_writes(tensor)
 
 
@@ -165,7 +165,7 @@ class ReplicaBuffers:
 
     @property
     def has_none(self) -> bool:
-        """Whether the module has no buffers now and had no buffers when buffers were last copied."""
+        """Whether the module has no buffers now, and had none when :meth:`remember` last copied its buffers."""
         return not self.buffers and next(self.module.buffers(), None) is None
 
     def found(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -175,8 +175,8 @@ class ReplicaBuffers:
                 yield f"{path}.{key}" if path else key, owner, key, tensor
 
     def remember(self, *, is_checked: bool = False) -> list[str]:
-        """Copy every buffer. If ``is_checked``, return the names of large buffers that changed although torch's
-        version counter shows no write.
+        """Copy every buffer. If instances compare buffers in this step (``is_checked``), return the names of large
+        buffers that differ from their last copy although torch has counted no write.
         """
         if self.has_none:
             return []
@@ -231,7 +231,7 @@ class ReplicaBuffers:
         return [it.module for it in _all_models() if it is not self]
 
     def begin_pass(self) -> None:
-        """Copy the buffers of all models before a forward pass outside of the loop over micro batches."""
+        """Copy all models' buffers before a forward pass outside of the micro batches, to find its changes."""
         self._begin([], is_checked=False)
         for other in self._idle_models():
             other.remember()
@@ -266,7 +266,7 @@ class ReplicaBuffers:
             self._copies = [it and {key: value for key, value in it.items() if key in own} for it in self._copies]
 
     def end_step(self) -> None:
-        """Record that the step has ended, whether or not the step made a gradient."""
+        """Record that this model's step has ended, so that the steps of other models include its buffers again."""
         self.is_in_step = False
 
     def end_replica(self, *, has_run: bool) -> None:
@@ -274,7 +274,7 @@ class ReplicaBuffers:
         self._copies.append(self.store() if has_run else None)
 
     def store(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that the current replica changed, and set them back to the step's start."""
+        """Return copies of the buffers that the current replica changed; set the buffers to the step's start."""
         changed = find_changed(self._tracked, all_of_them=self.is_checked)
         if not changed:
             return {}
@@ -286,12 +286,12 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def load(self, copies: Mapping[str, Tensor]) -> None:
-        """Write the buffers that :meth:`store` returned into the models, so that their replica can continue."""
+        """Write ``copies``, which :meth:`store` returned, into the buffers, so that a replica can continue."""
         for key, value in copies.items():
             self._tracked[key].assign(value)
 
     def end_pass(self) -> None:
-        """End a forward pass outside of the micro batches: keep copies of the buffers that the pass changed."""
+        """End a forward pass outside of the micro batches: keep the changed buffers as a replica's changes."""
         seen = {id(buffer.tensor) for buffer in self._tracked.values()}
         for other in self._idle_models():
             self._track(other, seen)
@@ -308,14 +308,16 @@ class ReplicaBuffers:
 
     @property
     def start_sums(self) -> list[tuple[str, int]]:
-        """Names and checksums of this model's buffers at the step's start; empty if the step is not checked."""
+        """Names and checksums of this model's buffers at the step's start, if instances compare buffers in this
+        step (``is_checked``); otherwise empty.
+        """
         if not self.is_checked:
             return []
         starts = {name: it.start for name, it in self.buffers.items() if type(it.start) is Tensor}
         return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
-        """Return which buffers the step changed: this model's as a bit mask, other models' as a list of names."""
+        """Return the buffers that the step changed: a bit mask of this model's, and the names of other models'."""
         keys = set().union(*filter(None, self._copies))
         if not keys:
             return 0, []
@@ -345,7 +347,7 @@ class ReplicaBuffers:
         return found
 
     def set_apart(self, keys: Iterable[str]) -> None:
-        """Compute no mean of the buffers ``keys`` from now on; only compare them between instances on a change."""
+        """Compute no mean of the buffers ``keys`` from now on; if they change, compare them between instances."""
         for key in keys:
             model, name = self._model_of(key)
             model.apart[name] = None
@@ -372,8 +374,7 @@ class ReplicaBuffers:
     @torch.no_grad()
     def combine(self, group: Group, layout: ReplicaLayout, own: int, others: Iterable[str]) -> None:
         """Set each changed buffer to the mean over all replicas, or if not floating-point, to replica 0's value.
-
-        All instances must pass the same ``own`` and ``others``.
+        All instances must pass the same ``own`` (a bit mask) and ``others`` (keys) of changed buffers.
         """
         kinds: dict[Kind, list[str]] = {}
         for key in [name for i, name in enumerate(self.buffers) if own >> i & 1] + sorted(others):
@@ -390,7 +391,9 @@ class ReplicaBuffers:
                 self._tracked[key].assign(value)
 
     def _term(self, kind: Kind, keys: Sequence[str], copies: Mapping[str, Tensor] | None, replica: int) -> Tensor:
-        """Return a replica's term in the sum of buffers, flat: its buffers and the count 1; zeros if left out."""
+        """Return what a replica adds to the sum of buffers, as one flat tensor: its buffers and the number 1, to
+        count replicas. Return zeros for a replica without samples, or for integers unless it is replica 0.
+        """
         device, dtype = kind
         one = torch.ones(1, dtype=dtype, device=device)
         flat = flatten([*((copies or {}).get(key, self._tracked[key].start) for key in keys), one], dtype)
@@ -408,7 +411,7 @@ class ReplicaBuffers:
                 self._outside = {name: it.clone() for name, it in find_changed(self.buffers).items()}
 
     def clear_outside_writes(self) -> None:
-        """Forget which buffers were written outside of the micro batches, so that no error is raised for them."""
+        """Forget writes to buffers outside of the micro batches, so that no WeightsError is raised for them."""
         self._outside = {}
 
     def written_outside(self) -> list[str]:
@@ -421,7 +424,7 @@ _num_copies: Final[Counter[str]] = Counter()
 
 
 def label_of_copy(label: str | None) -> str | None:
-    """Return a name for the next copy of the model named ``label``, such as ``label.1``; None for None."""
+    """Return a name for the next copy of the model ``label``, such as ``label.1``; None if ``label`` is None."""
     if label is None:
         return None
     _num_copies[label] += 1
@@ -473,7 +476,7 @@ def _has_other_bits(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _other_bits(left: Tensor, right: Tensor) -> Tensor:
-    """Return a mask of the elements in which two tensors of the same shape differ; NaN equals NaN here."""
+    """Return a tensor of bools: the elements in which two tensors of the same shape differ; NaN equals NaN."""
     return (left != right) & ((left == left) | (right == right))  # noqa: PLR0124 - only NaN differs from itself
 
 

@@ -85,7 +85,7 @@ def _clip(all_parameters: Sequence[Tensor], max_norm: float, norm_type: float, *
 
 
 def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return each gradient's norm in the gradient's dtype, all on one device, equal on all instances."""
+    """Return each gradient's norm, which one instance computes for all, in the gradient's dtype, on one device."""
     cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     with group.undivided(text):
         group.agree(text)
@@ -128,7 +128,7 @@ def _owner(ranges: list[range]) -> int:
 
 
 def _norm_of_parts(text: str, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients together, if instances have only parts of the gradients."""
+    """Return the norm of all gradients together, for instances that share a replica or have DTensors."""
     if norm_type <= 0:
         raise GradientError(f"{text}: norm_type must be greater than 0 where several instances share a model")
     replica = context.instances_of_replica()
@@ -172,7 +172,7 @@ def _holders(text: str, parameter: Any) -> list[int]:
 
 
 def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:
-    """Whether this instance adds its part of ``parameter`` to the norm; only one of equal copies is added."""
+    """Whether this instance adds its part of ``parameter`` to the norm: of equal parts only the first counts."""
     contract = context.environment().contract
     shards = {contract.parallelism.part_of(instance).shard for instance in instances}
     if len(shards) == 1 and contract.replica_part.shard:

@@ -55,12 +55,12 @@ def check_gradient_dtype(dtype: object) -> torch.dtype | None:
 
 
 def num_real_elements(tensor: Tensor) -> int:
-    """Return how many real numbers this instance has of ``tensor``; a complex number counts as two."""
+    """Return the number of real numbers in this instance's part of ``tensor``; a complex number counts as two."""
     return local_part(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
 def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the elements of ``tensors`` (at least one, all on one device) in one flat tensor of ``dtype``."""
+    """Return one flat tensor of ``dtype`` with the elements of ``tensors`` (at least one, all on one device)."""
     reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return torch.cat([it.reshape(-1).to(dtype) for it in reals])
 
@@ -194,7 +194,7 @@ class GradientLayout:
 
     @cached_property
     def trained(self) -> frozenset[int]:
-        """The Python ids of all parameters that the model trains."""
+        """The Python ids (``id()``) of all parameters that the model trains."""
         return frozenset(map(id, self._parameters))
 
     @cached_property
@@ -286,7 +286,7 @@ class GradientLayout:
 
 
 def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
-    """Return a view of the 1-D tensor ``flat`` from element ``start``, with the shape of ``parameter``."""
+    """Return the slot of ``parameter``: a view of the tensor ``flat`` from ``start``, in the parameter's shape."""
     part = flat[start : start + num_real_elements(parameter)]
     if parameter.is_complex():
         part = torch.view_as_complex(part.view(-1, 2))
@@ -333,7 +333,7 @@ NEAR: Final = 16
 
 
 def joined(runs: Sequence[range]) -> list[range]:
-    """Return the ranges ``runs`` in ascending order, and join ranges with a gap of less than ``NEAR``."""
+    """Return the ranges of elements ``runs``, sorted, and joined if the gap is less than ``NEAR`` elements."""
     found: list[range] = []
     for run in sorted((run for run in runs if run), key=lambda run: run.start):
         if found and run.start - found[-1].stop < NEAR:
@@ -396,7 +396,7 @@ class SharedSum:
         return True
 
     def _connect(self) -> bool:
-        """Map the shared memory of all instances, and prepare the sum; return False if the host lacks memory."""
+        """Map all instances' shared memory, make the reductions in it; return False if the host lacks memory."""
         try:
             block = self._host.allocate(self._num_bytes, self._reserved)
         except BackendError:
@@ -423,7 +423,7 @@ class SharedSum:
         self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
 
     def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
-        """Return views of an instance's ``memory``: the 1-D tensors of its partial sum number ``position``."""
+        """Return the 1-D tensors of an instance's partial sum ``position``, as views of its shared ``memory``."""
         start, tensors = position * sum(self._stretches), []
         for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
             tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))
@@ -439,7 +439,7 @@ class RepeatedSum:
         self._shared: SharedSum | None = None
 
     def finish(self, group: Group, layout: ReplicaLayout, own: Mapping[Node, FlatTensors]) -> FlatTensors:
-        """Return the sum over all replicas; ``own`` are this instance's partial sums. All instances call this."""
+        """Return the sum over all replicas; ``own`` has this instance's partial sums. All instances call this."""
         if layout.num_instances == 1:
             return finish(own, layout.num_replicas, add_flat)
         rows, host = list(own.values()), group.backend.host_group

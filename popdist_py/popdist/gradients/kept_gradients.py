@@ -39,7 +39,9 @@ class KeptGradients(GradientKeeper):
         memory.begin_step()
 
     def begin(self, *, scales: bool) -> int:
-        """Begin a step; return a digest of the gradients to send already in the backward pass, 0 if none."""
+        """Begin a step. Return a digest of the gradients that this instance sends during the backward pass, by
+        which instances see whether all send the same; 0 if this instance sends none.
+        """
         overlap = self._memory.overlap
         if overlap is not None and self._find_parts() is None:
             self._early = overlap.begin_step(scales=scales)
@@ -47,7 +49,7 @@ class KeptGradients(GradientKeeper):
         return 0 if self._early is None else self._early.number
 
     def announce(self, header: Exchange) -> None:
-        """Keep ``header``, the pending exchange of messages by which all instances agree to begin the step."""
+        """Keep ``header``, the pending exchange that begins the step: before its end no gradient is sent."""
         self._has_begun = True
         if self._early is not None:
             self._early.set_header(header)
@@ -93,8 +95,8 @@ class KeptGradients(GradientKeeper):
         self._push(index, room)
 
     def close(self) -> int:
-        """Send the remaining gradients if some were sent in the backward pass. Return a code that says how the
-        instances add the gradients: see ``way`` of `EndHeader`.
+        """Send the gradients that are left if some were sent in the backward pass. Return how the instances add
+        the step's gradients, as the number ``way`` of `EndHeader`.
         """
         self._parts = self._find_parts()
         way = 0 if self._early is None else self._early.close(self._replicas.values)
@@ -108,7 +110,7 @@ class KeptGradients(GradientKeeper):
             parts.replace_grads(self._memory.group)
 
     def end(self) -> None:
-        """Release the network channel on which a step sends in its backward pass. Never raises."""
+        """Release the channel, the thread that sends gradients during the backward pass. Never raises."""
         if self._early is not None:
             self._early.end()
 
@@ -116,7 +118,7 @@ class KeptGradients(GradientKeeper):
         return self._memory.room_for(*divmod(index, self._accumulation))
 
     def _push(self, index: int, gradient: FlatGradient) -> None:
-        """Add a micro batch's ``gradient`` to the replica's sum, and a complete replica's sum to the job's sum."""
+        """Add a micro batch's ``gradient`` to its replica's sum; after the last one, add the sum to the job's."""
         if self._accumulation > 1:
             own = self._sum_of(index // self._accumulation)
             own.push(gradient)
@@ -133,7 +135,7 @@ class KeptGradients(GradientKeeper):
         return self._open[replica]
 
     def _find_parts(self) -> GradientParts | None:
-        """Return which elements of the gradients each instance's optimizer needs; None if all need all."""
+        """Return the elements of gradients that each instance's optimizer needs; None if all get all elements."""
         if self._memory.shared is not None or len(self._memory.group.instances) == 1:
             return None
         return parts_of(self.gradients)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class GradientPool:
-    """A pool of memory blocks, each for one gradient of every parameter; every step uses the blocks again."""
+    """A pool of memory blocks; each block has room for one gradient of every parameter. Steps reuse the blocks."""
 
     def __init__(self, make: Callable[[], FlatGradient]) -> None:
         self._make = make
@@ -115,14 +115,14 @@ class GradientMemory:
         return shared or self.of_micro_batches.get()
 
     def _shared_for(self, replica: int) -> FlatGradient | None:
-        """Return the shared memory of the partial sum whose first replica is ``replica``; None if it has none."""
+        """Return the shared memory of the sum that begins with ``replica``; None if there is no such memory."""
         if replica not in self._node_of or not self.shared_rooms:
             return None
         return self.shared_rooms[self._node_of[replica]]
 
     @property
     def shared_rooms(self) -> list[FlatGradient]:
-        """The shared memory of this instance's partial sums; empty if the host has not yet allocated memory."""
+        """Shared memory for each partial sum of this instance; empty until the host has allocated the memory."""
         if self.shared is None:
             return []
         if not self._shared_rooms:
@@ -132,7 +132,7 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum of all instances' gradients ``own``, divided by ``over``; None without shared memory."""
+        """Return the sum of all instances' ``own``, divided by ``over``; None if the host lacks shared memory."""
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None
@@ -193,7 +193,7 @@ class ModelGradients:
         return remove_gradients(parameters)
 
     def layout(self) -> GradientLayout:
-        """Return the layout of the gradients in flat buffers; the same object until a parameter changes."""
+        """Return the layout of the gradients in flat buffers; a new layout only after a parameter has changed."""
         kinds = [(id(it), it.requires_grad, it.device, it.dtype) for it in self.parameters()]
         if kinds != self._kinds:
             module = self._module()
@@ -203,7 +203,7 @@ class ModelGradients:
         return self._layout
 
     def memory(self, group: Group, layout: ReplicaLayout) -> GradientMemory:
-        """Return the memory in which the gradients are added; the same object until a parameter changes."""
+        """Return the memory in which gradients are added; a new one only after the layout or group changed."""
         gradients = self.layout()
         if self._memory is None or self._memory.gradients is not gradients or self._memory.group is not group:
             self._memory = GradientMemory(group, layout, gradients, self.narrow)
@@ -260,7 +260,7 @@ class OldGradients:
         self.kept = found
 
     def number(self, *, add: bool) -> int:
-        """Return a code of this instance's unused gradients, to compare between instances; 0 if it has none."""
+        """Return a number that names this instance's unused gradients, to compare instances; 0 if it has none."""
         if not self.kept or self._is_decided:
             return 0
         if add:  # a digest of the gradients' parameters; otherwise the first parameter's position plus 1
@@ -276,7 +276,9 @@ class OldGradients:
     def drop_unless_added(
         self, numbers: Mapping[int, int], *, add: bool, name: Callable[[list[int]], str] = name_instances
     ) -> None:
-        """Drop the gradients from before the step unless ``add``; raise GradientError if one is still unused."""
+        """Drop the gradients from before the step unless the step adds to them (``add``). Raise GradientError if
+        an instance has unused ones to drop, or, with ``add``, if instances have gradients of other parameters.
+        """
         self._is_decided = True
         if add and len(set(numbers.values())) > 1:
             raise GradientError(
@@ -303,7 +305,7 @@ class OldGradients:
 
     @torch.no_grad()
     def add_to_new(self) -> None:
-        """Add each gradient from before the step to the new ``.grad``; restore it if there is no new one."""
+        """Add each gradient from before the step to the new ``.grad``; restore the old if the new one is None."""
         for kept in self.kept:
             parameter, new = kept.parameter, kept.parameter.grad
             if new is None:
@@ -329,7 +331,7 @@ def _copy(gradient: Tensor) -> Tensor:
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """Return the elements of ``gradient`` that this instance has."""
+    """Return the elements of ``gradient`` that this instance has, as a tensor."""
     if isinstance(gradient, PartialGradient):
         return gradient.here
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else local_part(gradient)

@@ -35,7 +35,7 @@ def mark_used(parameters: Iterable[Tensor]) -> None:
 
 
 def mark_step(optimizer: Optimizer) -> None:
-    """Mark the gradients of an optimizer's parameters as used, after its step or its closure."""
+    """Record a step, or the end of a closure, of ``optimizer``; mark its parameters' present gradients as used."""
     _optimizers.add(optimizer)
     for group in optimizer.param_groups:
         mark_used(group["params"])
@@ -80,7 +80,7 @@ def digest_of_rates(parameters: Collection[int]) -> int:
 
 
 def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:
-    """Mark ``gradient`` as reduced over all replicas by popdist, or as not reduced."""
+    """Mark ``gradient`` as reduced over all replicas by popdist, so equal on all instances; or as not reduced."""
     gradient._popdist_reduced = is_reduced  # noqa: SLF001 - an attribute of popdist, not of torch
 
 
@@ -90,7 +90,7 @@ def is_reduced(gradient: Tensor) -> bool:
 
 
 class TrainingLoop:
-    """The training loop of a program: finds the ends of its steps, and calls ``on_step_end`` at each end."""
+    """The training loop of a program: detects the end of each step, and then calls ``on_step_end``, a function."""
 
     def __init__(self) -> None:
         self.on_step_end: Callable[[], None] | None = None  # may raise an exception that ends the loop
@@ -105,7 +105,7 @@ class TrainingLoop:
 
     @contextmanager
     def read_loader(self) -> Iterator[Callable[[], None]]:
-        """A context in which the program reads a loader; yields a function to call before each next batch."""
+        """A context in which a program reads a loader; yields a function that the loader calls between batches."""
         num_steps_before = self.num_optimizer_steps
 
         # optimizer.step() is not the end of a step, because the loop updates its own counters before its next
@@ -124,8 +124,8 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """Record that a step of ``model`` begins. The loop's step before ends now if it had a step of ``model``;
-        but if the program reads a loader of popdist, that step ends at the loader's next batch.
+        """Record that a step of ``model`` begins. If an optimizer stepped after the model's last step, end the
+        loop's step first. Do nothing while a program reads a loader of popdist, which ends the steps itself.
         """
         if self._num_open_loaders:
             return
@@ -137,7 +137,7 @@ class TrainingLoop:
         self._begun.add(model)
 
     def end_step(self) -> None:
-        """Record that a step has ended, and call ``on_step_end``."""
+        """Record that a step of the loop has ended, and call the function ``on_step_end`` if there is one."""
         self.num_step_ends += 1
         self._begun.clear()
         if self.on_step_end is not None:
@@ -170,7 +170,7 @@ def _wrap_closure(
 def with_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments of ``step`` whose closure calls ``do_after`` at its end; None if there is no closure."""
+    """Return ``step``'s arguments with a closure that calls ``do_after`` at its end; None without a closure."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return None

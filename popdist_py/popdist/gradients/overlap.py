@@ -64,7 +64,7 @@ class Bucket:
 
 
 def make_buckets(buffers: Sequence[FlatBuffer]) -> list[Bucket]:
-    """Divide all flat buffers into buckets of gradients; the buckets of the last parameters come first."""
+    """Divide flat buffers into buckets, last parameters first: the backward pass makes their gradients first."""
     buckets = [bucket for number, buffer in enumerate(buffers) for bucket in _buckets_of(number, buffer)]
     return sorted(buckets, key=lambda bucket: min(bucket.members), reverse=True)
 
@@ -93,7 +93,7 @@ BucketPiece: TypeAlias = tuple[slice, BucketAllReduce]
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep the memory that a backward pass frees for the next backward pass."""
+    """Make the C library keep freed memory, so that the kernel need not clear memory for every backward pass."""
     # glibc keeps twice the size of a freed block (mallopt(3)); otherwise the kernel clears the memory each time
     torch.empty(KEPT_BYTES, dtype=torch.uint8, device="cpu")
 
@@ -167,12 +167,12 @@ class Overlap:
         ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
-        """Return the object that adds the gradients sent in the backward pass; None if none are sent then."""
+        """Return the sum of the gradients that this step sends in the backward pass; None if it sends none."""
         number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
     def number_of_step(self) -> int:
-        """Return a digest of the gradients that this instance can send in the next backward pass; 0 if none."""
+        """Return a digest of the buckets that this instance can send in the next backward pass; 0 if none."""
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
@@ -185,7 +185,7 @@ class Overlap:
         return 1 + int.from_bytes(number, "little")
 
     def post_receives(self) -> None:
-        """Post a receive for every bucket, after all instances agreed to send buckets in the backward pass."""
+        """Post receives for the messages of every bucket, after all instances agreed to send in this step."""
         self.channel.wait_until_idle()
         for _, total in chain.from_iterable(self._pieces):
             total.post_receives()
@@ -215,13 +215,13 @@ class Overlap:
         return total
 
     def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
-        """Record which parameters got a gradient in a step, and whether sent gradients stayed unchanged."""
+        """Record which parameters got a gradient; give up early sending if the program changed a sent gradient."""
         # without a new parameter the program itself has changed a sent gradient, and would do so again
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
 
     def drop_memory(self) -> None:
-        """Use new memory from now on, because late messages may still write into the present memory."""
+        """Use new memory from now on, because messages of the old step may still write into the old memory."""
         self._has_memory = False
 
 
@@ -244,19 +244,21 @@ class LastMicroBatch:
         self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
 
     def check_stream(self, parameter: Tensor) -> None:
-        """Stop sending in this backward pass if this thread's stream may not read the new gradient."""
+        """Stop sending in this backward pass if this thread's stream is not the stream of the micro batch, and so
+        may not read the new gradient yet, or if the gradient is sparse.
+        """
         self._is_blocked |= not self._is_in_order(parameter.device) or (
             parameter.grad is not None and parameter.grad.layout != torch.strided
         )
 
     def can_read(self, number: int) -> bool:
-        """Whether this thread may read the gradients of bucket ``number`` now."""
+        """Whether the stream of this thread may now read the gradients of bucket ``number``, to send them."""
         buffer = self._overlap.gradients.flat_buffers[self._overlap.buckets[number].buffer]
         return not self._is_blocked and self._is_in_order(buffer.device)
 
     @torch.no_grad()
     def add(self, number: int, weight_scale: float) -> list[Tensor]:
-        """Add this micro batch's bucket ``number`` to the earlier sums; return this instance's partial sums."""
+        """Add this micro batch's gradients in bucket ``number`` to earlier sums; return the partial sums."""
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
             slot = wide.slot_of[id(parameter)]
@@ -277,7 +279,7 @@ class LastMicroBatch:
         return list(replicas.nodes.values())
 
     def _is_in_order(self, device: torch.device) -> bool:
-        """Whether this thread uses the stream in which the micro batch began, and captures no graph in it."""
+        """Whether this thread uses the stream in which the micro batch began, and captures no CUDA graph in it."""
         if device not in self._streams:
             return True
         is_same = torch.accelerator.current_stream(device) == self._streams[device]
@@ -285,7 +287,7 @@ class LastMicroBatch:
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left + right`` in the memory of ``right``, because the step still needs ``left``."""
+    """Return ``left + right`` in the memory of ``right``, because the step's final sum still needs ``left``."""
     return torch.add(left, right, out=right)
 
 
@@ -311,7 +313,9 @@ class OverlappedSum:
         overlap.channel.is_in_use = True
 
     def set_header(self, announced: Exchange) -> None:
-        """Keep ``announced``, the pending exchange of messages by which all instances agree to begin the step."""
+        """Keep ``announced``, the pending exchange by which all instances begin the step: gradients are sent in
+        the backward pass only if all headers have come and agree.
+        """
         self._announced = announced
         announced.peek()
 
@@ -338,8 +342,8 @@ class OverlappedSum:
                 self._num_early += 1
 
     def close(self, own: Sequence[FlatGradient]) -> int:
-        """Send the remaining buckets of the partial sums ``own``. Return a code below 0; 0 if a gradient has
-        changed after it was sent, or if the instances have not agreed to send in the backward pass.
+        """Send the remaining buckets of the partial sums ``own``. Return a negative number, equal on all instances
+        that sent the same; 0 if a gradient was changed after it was sent, or if instances did not agree to send.
         """
         with self._lock:
             if not self._is_agreed():
@@ -361,7 +365,7 @@ class OverlappedSum:
         return None
 
     def end(self) -> None:
-        """End this sum; if the step was abandoned, first send the buckets that others wait for. Never raises."""
+        """End this sum; if the step is abandoned, first send the buckets for which others wait. Never raises."""
         with self._lock:
             if self._is_over:
                 return
@@ -382,7 +386,7 @@ class OverlappedSum:
             self._num_awaited[bucket] -= id(parameter) in self._overlap.expected
 
     def _is_agreed(self) -> bool:
-        """Whether all instances have agreed to send the same gradients during the backward pass."""
+        """Whether all instances agreed to send the same gradients early; the first True posts the receives."""
         if self._weight_scale is None and self._announced is not None and not self._is_refused:
             numbers = self._announced.peek()
             if numbers is not None:

@@ -72,7 +72,7 @@ class GradientElsewhere(Tensor):
 
 
 def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
-    """Return ``value`` with each GradientElsewhere replaced by an ordinary tensor; append it to ``wholes``."""
+    """Return ``value`` with an ordinary tensor for each GradientElsewhere; append the tensors to ``wholes``."""
     if isinstance(value, dict):
         return {key: with_wholes(it, wholes) for key, it in value.items()}
     if isinstance(value, list | tuple):
@@ -123,7 +123,7 @@ class PartialGradient(GradientElsewhere):
 
     @property
     def data(self) -> Tensor:
-        """The attribute ``data`` of the whole gradient, which a program may also set."""
+        """The attribute ``data`` of the whole gradient; setting ``data`` changes the whole gradient."""
         return self.whole.data
 
     @data.setter
@@ -132,7 +132,7 @@ class PartialGradient(GradientElsewhere):
 
     @property
     def is_cut(self) -> bool:
-        """Whether several instances have elements of this gradient, and this instance does not have all."""
+        """Whether the elements of this gradient are spread over several instances, and not yet gathered here."""
         return not self.is_whole and sum(map(bool, self.ranges)) > 1
 
     @property
@@ -152,7 +152,7 @@ class PartialGradient(GradientElsewhere):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Divide ``gradients`` by a GradScaler's scale; all instances set ``found_inf`` if one finds infinity."""
+        """Divide ``gradients`` by a GradScaler's scale; NaN or infinity on one instance sets all ``found_inf``."""
         parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
         group = parts[0]._step.group  # noqa: SLF001 - the attribute belongs to the same class
         text = f"unscale {len(gradients)} gradients, look for NaN and infinity"
@@ -164,7 +164,7 @@ class PartialGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``func`` on this instance's elements if it only scales or zeroes, otherwise on whole gradients."""
+        """Run ``func`` on this instance's elements if ``func`` only scales or zeroes; else on whole gradients."""
         if func is _aten.zero_.default or (func in _SCALING and is_number(args[1])):
             # torch chooses the dtype by the number of dimensions
             func(args[0].here if args[0].dim() else args[0].content, *args[1:])

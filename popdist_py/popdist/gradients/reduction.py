@@ -54,7 +54,7 @@ NO_SAMPLES: Final = "the batches of all instances have 0 samples, so this step h
 
 
 class NotFinite(NamedTuple):
-    """The place of a gradient with NaN or infinity: indices of its replica in the job and its parameter."""
+    """The place of a gradient with NaN or infinity: index of its replica in the job, index of its parameter."""
 
     replica: int
     parameter: int
@@ -68,22 +68,22 @@ class GradientKeeper:
     awaited: Collection[int] = ()  # Python ids of the parameters whose gradients are handled one by one
 
     def __init__(self, gradients: GradientLayout) -> None:
-        """Make a keeper for ``gradients``, the layout of the gradients at the end of the step."""
+        """Make a keeper of gradients that have the layout ``gradients`` at the end of the step."""
         self.gradients = gradients
 
     def begin(self, *, scales: bool) -> int:  # noqa: ARG002 - subclasses use the argument
-        """Begin a step; return a digest of the gradients to send already in the backward pass, 0 if none."""
+        """Begin a step; return a digest of which gradients are sent in the backward pass; 0 if none are sent."""
         return 0
 
     def announce(self, header: Exchange) -> None:
-        """Keep ``header``, the pending exchange of messages by which all instances agree to begin the step."""
+        """Keep ``header``, the pending exchange that begins the step: before its end no gradient is sent."""
 
     def begin_micro_batch(self, index: int, weight: float) -> None:
         """Begin micro batch ``index`` of this instance; ``weight`` is the factor of its gradient in the mean."""
         raise NotImplementedError
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Handle the gradient just accumulated in ``parameter.grad``, if ``awaited`` contains the parameter."""
+        """Use the gradient just accumulated in ``parameter.grad``, if ``awaited`` has the parameter's ``id()``."""
 
     def add(self, index: int, weight: float, scale: float) -> None:
         """Add the gradients that micro batch ``index`` left in ``.grad``, times ``weight / scale``, to the sum."""
@@ -93,10 +93,10 @@ class GradientKeeper:
         """Add zeros to the sum for micro batch ``index``, which has no samples."""
 
     def complete(self) -> None:
-        """Handle the gradients that are still left, because the last micro batch of the step has ended."""
+        """Handle the gradients that are still in ``.grad``; called when the step's last micro batch has ended."""
 
     def close(self) -> int:
-        """Return a code that says how the instances add the step's gradients: see ``way`` of `EndHeader`."""
+        """Return how the instances add the step's gradients, as the number ``way`` of `EndHeader`."""
         return 0
 
     def finish(self, over: float, used: int, way: int) -> None:
@@ -111,7 +111,7 @@ class GradientKeeper:
 
 
 class StepAgreement:
-    """The messages between all instances in one step, which begins, and is then finished or abandoned."""
+    """The messages of all instances in one step, which begins, and is then finished or, by an error, abandoned."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class StepAgreement:
             self._old.drop_unless_added(number_of, add=self._adds, name=self.group.name)
 
     def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
-        """Return the divisor of the gradients' sum over all replicas: the sum of ``weights``; 1 if not a mean."""
+        """Return the gradients' divisor: for a mean, the sum of ``weights`` over :meth:`weight_scale`; else 1."""
         total = total_weight(self.layout, tuple(map(tuple, weights)))
         if reduction == "sum":
             return 1.0
@@ -222,7 +222,7 @@ class StepAgreement:
         return total / self.weight_scale()
 
     def arrive(self, place: int, words: Sequence[int] = (), used: int = 0) -> tuple[list[list[int]], int]:
-        """Wait until all instances have arrived at ``place``, a point in the last backward pass.
+        """Wait until all instances have arrived at ``place``, a number for a point in the last backward pass.
 
         Returns the words of each instance, and a mask of the parameters that any instance has used. Raises
         MicroBatchError if an instance has abandoned the step.
@@ -276,7 +276,7 @@ class StepAgreement:
         keeper.end()
 
     def abandon(self) -> None:
-        """Tell all other instances, if they wait for the end of this step, that it fails. Never raises."""
+        """Tell the other instances, if they await this step's end, that the step has failed here. Never raises."""
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
@@ -300,7 +300,7 @@ class StepAgreement:
     def _exchange_ends(
         self, state: str, way: int, words: Sequence[int], changes: StepChanges = NO_CHANGES
     ) -> tuple[list[EndHeader], list[list[int]]]:
-        """Exchange the messages that end the step; return each instance's `EndHeader` and its other numbers."""
+        """Exchange the messages that end the step; return the `EndHeader` and the ``words`` of each instance."""
         size = len(EndHeader._fields)
         numbers = self._start_end(state, way, words, changes).wait()
         return [EndHeader._make(it[:size]) for it in numbers], [it[size:] for it in numbers]
@@ -325,7 +325,7 @@ class StepAgreement:
         return self.group.start(text, [*header, *words])
 
     def _check_states(self, headers: Sequence[EndHeader], fault: str | None = None) -> None:
-        """Raise an error on every instance if one has no gradient, or if they ask for different reductions."""
+        """Raise an error on every instance if an instance has no gradient, or if their reductions differ."""
         states = [STATES[header.state] for header in headers]
         if {*states} == {"goes on"} and len({header.way for header in headers}) > 1:
             raise CollectiveError("the instances add the gradients of different layers: their models differ")
@@ -350,7 +350,7 @@ class StepAgreement:
 
 @lru_cache(maxsize=16)
 def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) -> float:
-    """Return the sum of the weights of all micro batches in the job, added in the order of the gradients."""
+    """Return the sum of all micro batches' weights in the job, added in the same tree as the gradients."""
     partials = {
         node: weight
         for instance, words in enumerate(weights)
@@ -387,7 +387,7 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
 
 
 def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchError:
-    """Return an error that says that ``instances`` made the step fail; wait first for their own errors."""
+    """Let ``instances`` raise their errors first; return an error that says that ``instances`` failed the step."""
     wait_for_first_error()
     return MicroBatchError(
         f"{group.name(instances)} {reason}, so this step has no gradient on any instance; if all instances "

@@ -25,7 +25,7 @@ ALIGNMENT: Final = 128
 
 
 def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bool]) -> list[list[range]]:
-    """Divide the elements of all parameters into ``num_shares`` about equal shards; return each one's ranges."""
+    """Cut the elements of all parameters into ``num_shares`` about equal shards; return each shard's ranges."""
     shares: list[list[range]] = [[] for _ in range(num_shares)]
     total, start = sum(sizes), 0
     for size, can_cut in zip(sizes, may_cut, strict=True):
@@ -37,7 +37,7 @@ def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bo
 
 
 def _cut(position: int, size: int, *, can_cut: bool) -> int:
-    """Return the position nearest to ``position`` at which a parameter of ``size`` elements may be cut."""
+    """Return the cut nearest to ``position``: a multiple of ``ALIGNMENT``, or the parameter's start or end."""
     if position <= 0 or position >= size:
         return min(max(position, 0), size)
     if can_cut:
@@ -76,7 +76,7 @@ _owned: dict[int, _Owned] = {}
 
 
 def remember(ranges_of_parameters: Iterable[tuple[Parameter, Ranges]], optimizer: object) -> None:
-    """Record the elements that each instance updates in each parameter, as long as ``optimizer`` exists."""
+    """Record which elements of each parameter each instance updates; valid as long as ``optimizer`` exists."""
     for parameter, ranges in ranges_of_parameters:
         key = id(parameter)
         reference = weakref.ref(parameter, lambda _, key=key: _owned.pop(key, None))  # type: ignore[misc] # mypy takes no defaults here
@@ -115,7 +115,7 @@ Sharded = TypeVar("Sharded", bound=ShardedTensor)
 
 
 class ShardExchange:
-    """An exchange that gives every instance all elements of sharded tensors; its messages have a size limit."""
+    """An exchange that gives every instance all elements of sharded tensors, in rounds that limit the memory."""
 
     def __init__(self, tensors: Sequence[ShardedTensor], backend: Backend) -> None:
         self._backend = backend

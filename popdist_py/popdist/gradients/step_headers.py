@@ -42,7 +42,7 @@ NOT_DEALT: Final = -1
 
 
 class BatchPosition(NamedTuple):
-    """The position of a batch in a loader of popdist; the epoch of a program's own batch is ``NOT_DEALT``."""
+    """The position of a batch in a loader of popdist; for a program's own batch, ``epoch`` is ``NOT_DEALT``."""
 
     epoch: int = NOT_DEALT
     stop: int = 0
@@ -68,7 +68,7 @@ class BeginHeader(NamedTuple):
 
 
 class EndHeader(NamedTuple):
-    """The first numbers of the message that an instance sends to all instances when its step ends."""
+    """The numbers at the start of the message that an instance sends to all instances when its step ends."""
 
     state: int  # index in ``STATES``
     changes: int  # a digest of used parameters and changed buffers
@@ -110,10 +110,10 @@ class StepChecks:
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
-        """Compare the model's weights on all instances by ``checksums``, one for each instance (0 for none)."""
+        """Compare the model's weights on all instances by ``checksums``, one for each instance; 0 if unknown."""
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
-        """Compare the weights of all instances if ``writes``, digests of how often they were written, differ."""
+        """Compare all instances' weights if ``writes``, digests of how often weights were written, differ."""
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
         """Compare the batches and loaders of all instances by the messages with which they begin the step."""
@@ -126,10 +126,10 @@ class StepChecks:
         return None
 
     def begin_loop(self) -> None:
-        """Begin to record writes to buffers in the loop over micro batches."""
+        """Begin to watch the buffers outside of all wrapped models in the loop over micro batches."""
 
     def end_loop(self, *, is_complete: bool) -> None:
-        """Stop recording writes to buffers, and warn of wrong writes if the loop was complete."""
+        """Stop watching buffers outside of wrapped models; after a complete loop, warn of changed buffers."""
 
 
 NO_CHECKS: Final = StepChecks()
@@ -144,19 +144,19 @@ class ModelChecks:
         return NO_CHECKS
 
     def end_step(self) -> None:
-        """Count a step that has ended with a gradient on all instances."""
+        """Count a step that has ended on all instances; the count decides which later steps are checked."""
 
     def note_inputs(self, inputs: object) -> None:
-        """Record the inputs of the model outside of micro batches, in a pass with a gradient."""
+        """Record the model's inputs in a training pass outside of micro batches, to compare instances later."""
 
     def watch(self, forward: Callable[[], R]) -> R:
-        """Call ``forward``, a module's forward pass; return its result, and record which attributes it changes."""
+        """Call ``forward``, a module's forward pass; return its result; record the module's changed attributes."""
         return forward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChanges:
-    """The parameters used and the buffers changed in a step."""
+    """The parameters that got a gradient and the buffers that were changed in a step."""
 
     mask: int = 0  # bits of the parameters with a gradient, then of the model's changed buffers
     others: tuple[str, ...] = ()  # keys of changed buffers of other models
@@ -165,7 +165,7 @@ class StepChanges:
 
     @property
     def digest(self) -> int:
-        """A number of 56 bits that is equal for equal changes."""
+        """A 56-bit digest of the parameters used and the buffers changed: equal if these are equal."""
         return _digest(self.mask, self.others, self.irregular, self.starts)
 
 
@@ -235,7 +235,7 @@ def agree_on_changes(
 
 
 def _compare_starts(group: Group, starts: Sequence[Sequence[tuple[str, int]]]) -> None:
-    """Raise WeightsError on every instance if a buffer differed between instances when the step began."""
+    """Raise WeightsError on every instance if ``starts``, the buffers' checksums at the step's start, differ."""
     for (name, first), *others in zip(*starts, strict=False):
         if differing := [i for i, (_, it) in zip(group.instances[1:], others, strict=True) if it != first]:
             raise WeightsError(

@@ -158,7 +158,7 @@ def _refuse(name: str, gradient: StoredGradient) -> None:
 
 
 def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
-    """Return ``result`` with views of gradients made read-only, because changes to a view would be lost."""
+    """Return ``result`` with views of gradients made read-only: the store would not get a change of a view."""
     if isinstance(result, list | tuple):
         return type(result)(_without_changes(it, wholes, name) for it in result)
     places = {local_part(whole).untyped_storage().data_ptr() for whole in wholes if whole.numel()}
@@ -169,8 +169,7 @@ def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
 
 def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:
     """Return a stand-in for a gradient that the backward pass has used; reading the stand-in raises an error.
-
-    The stand-in is None if this torch lacks wrapper tensors.
+    Return None if this torch lacks wrapper tensors.
     """
     return StoredGradient(parameter, _Source(title, None)) if torch_private.has_wrapper_tensors else None
 
