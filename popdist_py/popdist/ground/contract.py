@@ -108,7 +108,7 @@ def read_share_tensors(env: Mapping[str, str]) -> bool | None:
 
 
 def read_threads(env: Mapping[str, str], name: str) -> int | None:
-    """Return the first number of a variable such as ``OMP_NUM_THREADS=4,2``; None if there is no valid number."""
+    """Return the first number in the variable ``name`` (4 in ``4,2``); None if there is no number above 0."""
     first = env.get(name, "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
@@ -189,7 +189,7 @@ class Contract:
 
     @property
     def replica_part(self) -> ReplicaPart:
-        """The part of a model replica, with its pipeline stage and tensor shard, that this instance holds."""
+        """The part of a model replica that this instance holds: replica, pipeline stage and tensor shard."""
         return self.parallelism.part_of(self.instance_index)
 
     @property
@@ -199,7 +199,7 @@ class Contract:
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The assignment of replicas to instances; instances that share a replica count together as one."""
+        """The assignment of replicas to instances; all instances that share one replica count as one instance."""
         number = self.num_instances // self.parallelism.instances_per_replica
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
@@ -261,7 +261,7 @@ class Contract:
         return {name: env[name] for name in names if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
-        """Return this job, which another launcher describes, with the replicas that poprun's variables give."""
+        """Return this job of another launcher with the number of replicas that poprun's variables give."""
         if NUM_REPLICAS not in env:
             return self
         num_replicas, parallelism = read_count(env, NUM_REPLICAS), read_parallelism(env)
@@ -356,7 +356,7 @@ def _read_index_in_replica(env: Mapping[str, str]) -> int:
 
 
 def read_master(env: Mapping[str, str]) -> Endpoint | None:
-    """Return the address of torch's ``env://`` store; None if the environment does not contain the address."""
+    """Return the address in ``MASTER_ADDR`` and ``MASTER_PORT``, where torch's store listens; None if unset."""
     if MASTER_ADDR not in env or MASTER_PORT not in env:
         return None
     return Endpoint(host=env[MASTER_ADDR], port=read_count(env, MASTER_PORT))

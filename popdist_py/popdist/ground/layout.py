@@ -81,7 +81,7 @@ class Parallelism:
         return ReplicaPart(replica=replica, index=index, stage=stage, shard=shard)
 
     def stage_of(self, instance: int) -> range:
-        """Return the instances with the pipeline stage of ``instance``, or, without stages, with its replica."""
+        """Return the instances of ``instance``'s pipeline stage; without stages, the instances of its replica."""
         size = self.tensor if self.has_mesh else self.instances_per_replica
         first = instance - instance % size
         return range(first, first + size)
@@ -104,7 +104,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPart:
-    """The part of a replica that one instance holds; stage and shard are invalid if a program has its own mesh."""
+    """The part of a replica that one instance holds; if a program has its own mesh, ignore stage and shard."""
 
     replica: int
     index: int  # index of this instance among the instances of the replica
@@ -118,7 +118,7 @@ def part(row: range, index: int, num_parts: int) -> range:
 
 
 def parts(row: range, indices: range, num_parts: int) -> range:
-    """Cut the range ``row`` into ``num_parts`` parts, and return the parts ``indices``, joined to one range."""
+    """Cut the range ``row`` into ``num_parts`` parts, and return the parts ``indices`` as one range."""
     return row[_start(len(row), indices.start, num_parts) : _start(len(row), indices.stop, num_parts)]
 
 

@@ -32,7 +32,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def part_itself(tensor: Any) -> Tensor:
-    """Return the tensor object in which a DTensor keeps its local part; return any other tensor unchanged."""
+    """Return the inner tensor (no copy) in which a DTensor keeps its local part; return another tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return] # a tensor
     names, _ = tensor.__tensor_flatten__()
@@ -40,9 +40,8 @@ def part_itself(tensor: Any) -> Tensor:
 
 
 def local_gradient(parameter: Any) -> Tensor | None:
-    """Return this instance's part of a parameter's gradient; first place the gradient like the parameter.
-
-    All instances of the parameter's mesh call this function, for their parameters in the same order.
+    """Return this instance's part of a parameter's gradient; first redistribute a DTensor to the placements of its
+    parameter. All instances of the mesh call this function, for their parameters in the same order.
     """
     gradient = parameter.grad
     if gradient is None or not is_distributed(gradient):

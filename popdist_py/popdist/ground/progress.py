@@ -95,7 +95,7 @@ class Progress:
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """Read progress from ``page``, a copy of a program's memory; None if short or copied during a change."""
+        """Read progress from ``page``, copied from a program's memory; None if short, or copied in a change."""
         if len(page) < USED_BYTES or page[: _COUNT.size] != page[_BEGUN_AT : _BEGUN_AT + _COUNT.size]:
             return None
         pid, signum, has_joined, has_step, has_loss, is_alone, num_steps, step, loss, num_waits, since, name = (
@@ -176,7 +176,7 @@ def read_step_ends(page: bytes) -> list[float]:
 
 
 def read_stamps(page: bytes) -> dict[str, dict[int, float]]:
-    """Return when the last collectives of popdist were called (seconds since 1970), by group and number."""
+    """Return the times (seconds since 1970) of popdist's last collectives, by group, then by call number."""
     stamps: dict[str, dict[int, float]] = {}
     for group, number, at_seconds in _STAMP.iter_unpack(page[_STAMPS_AT : _STAMPS_AT + _NUM_STAMPS * _STAMP.size]):
         if number:
@@ -256,7 +256,7 @@ class ProgressPage:
         self._words[0] = self._words[_BEGUN]
 
     def join(self) -> None:
-        """Record for poprun that the program has asked popdist in which job the program is."""
+        """Record for poprun that the program uses popdist: it has asked popdist for its job."""
         self._memory[_HAS_JOINED_AT] = 1
 
     def report(self, step: int | None, loss: float | None) -> None:
@@ -287,7 +287,7 @@ class ProgressPage:
         self._stamp(tuple(members))
 
     def _stamp(self, members: tuple[int, ...]) -> None:
-        """Record when the program called a collective of ``members``, in place of the oldest recorded time."""
+        """Record when the program called a collective of the group ``members``, in place of the oldest record."""
         group, number = self._groups.get(members) or (crc32(repr(members).encode()), 0)
         self._groups[members] = group, number + 1
         at = _STAMPS_AT + self._num_stamps % _NUM_STAMPS * _STAMP.size
@@ -314,7 +314,7 @@ def _one_nan(loss: float) -> float:
 
 
 def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """Return first and last + 1 of each range in ``runs``, then zeros; only zeros if there are too many ranges."""
+    """Return the bounds (first, last + 1) of the ranges ``runs``, then zeros; only zeros if too many ranges."""
     bounds = [bound for first, last in runs for bound in (first, last + 1)]
     return (
         [0] * 2 * MAX_MEMBER_RUNS

@@ -47,7 +47,7 @@ def is_older_than(major: int, minor: int) -> bool:
 
 
 def needs(major: int, minor: int, what: str) -> str:
-    """Return the error message that ``what`` needs torch ``major.minor`` or newer."""
+    """Return the error message that ``what``, such as a function, needs torch ``major.minor`` or newer."""
     return f"{what} needs torch {major}.{minor}; this is {torch.__version__}"
 
 
@@ -63,12 +63,12 @@ _storage_use_count: Final = find(torch._C, "_storage_Use_Count")
 
 
 def is_held_once(storage: UntypedStorage) -> bool:
-    """Whether only the caller refers to ``storage``; False if torch lacks the name, so that nothing is reused."""
+    """Whether only the caller has ``storage``, so that it may be reused; False if torch lacks the private name."""
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
 
 
 def address_of(reference: StorageWeakRef) -> int:
-    """Return the address of a weak reference's storage; 0 if freed, or if torch lacks the private name."""
+    """Return the address of the storage of ``reference``; 0 if it was freed, or torch lacks the private name."""
     # before torch 2.10 Python's own weak references to storages become invalid when a storage ends
     make = find(UntypedStorage, "_new_with_weak_ptr")
     storage = None if make is None else make(reference.cdata)
@@ -79,7 +79,7 @@ _share_fd_cpu: Final = find(UntypedStorage, "_share_fd_cpu_")
 
 
 def descriptor_of(storage: UntypedStorage) -> int:
-    """Return the descriptor of a shared storage's file. Raises BackendError if torch lacks the private name."""
+    """Return the file descriptor of a shared storage. Raises BackendError if torch lacks the private name."""
     if _share_fd_cpu is None:
         raise BackendError(_lacks("UntypedStorage._share_fd_cpu_"))
     return int(_share_fd_cpu(storage)[0])
@@ -109,7 +109,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def skip_tracing(function: F) -> F:
-    """Disable tracing of ``function`` like ``torch.compiler.disable``, but without importing the compiler."""
+    """Make torch.compile not trace ``function``, like ``torch.compiler.disable``, but without the compiler."""
     if _set_code_exec_strategy is None or _strategy is None:
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
     strategy = _strategy()
@@ -128,7 +128,7 @@ def is_caller_the_engine(function_frame: FrameType | None) -> bool:
 
 
 def caller_of(function_frame: FrameType) -> FrameType | None:
-    """Return the frame that called a function, without the frames of :func:`skip_tracing`'s wrapper."""
+    """Return the frame that called a function, without the frames that :func:`skip_tracing` puts between."""
     caller = function_frame.f_back
     while (
         caller is not None and caller.f_globals.get("__name__") == "torch._dynamo.eval_frame"
@@ -185,7 +185,7 @@ _pytree: Final = find(torch.utils, "_pytree")
 
 
 def open_nest(nest: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of a pytree node, such as a dict, and a function to rebuild it; None for no node."""
+    """Return the children of a pytree node, such as a dict, and a function to rebuild the node; None otherwise."""
     # without the name no class is known: such an object is not split, and is refused when a layer returns it
     if type(nest) not in (find(_pytree, "SUPPORTED_NODES") or ()):
         return None
@@ -201,7 +201,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def wrapper_tensor(kind: type[T], like: Tensor) -> T:
-    """Make a tensor of the subclass ``kind`` with the shape of ``like`` and no memory; ``kind`` does its work."""
+    """Make a tensor of the subclass ``kind``, like ``like`` but without memory; ``kind`` defines its operators."""
     form = {"strides": like.stride(), "dtype": like.dtype, "device": like.device}
     return cast("T", _make_wrapper_subclass(kind, like.shape, **form))
 
@@ -221,7 +221,7 @@ def divides_gradients(optimizer: Optimizer) -> bool:
 
 
 def step_without_hooks(kind: type[Optimizer]) -> Callable[..., object]:
-    """Return the method ``step`` of a class of optimizers without torch's wrapper for hooks and profiles."""
+    """Return ``step`` of a class of optimizers without torch's wrapper, which calls hooks and records profiles."""
     step: Any = kind.step
     return cast("Callable[..., object]", step.__wrapped__ if getattr(step, "hooked", False) else step)
 
@@ -258,7 +258,7 @@ _worker: Final = find(find(data, "_utils"), "worker")
 
 
 def hide_worker_info() -> None:
-    """Make ``get_worker_info()`` return None in this worker. Raises RuntimeError if torch lacks the name."""
+    """Make ``get_worker_info()`` return None in this DataLoader worker. Raise RuntimeError if torch cannot."""
     # if a stream divides itself among workers, and popdist divides the stream once more, items are lost
     if find(_worker, "_worker_info") is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _worker_info: read streams with num_workers=0")
@@ -319,7 +319,7 @@ def fake_tensors() -> Iterator[None]:
 def seen_operations(
     see: Callable[[Any, tuple[Any, ...], dict[str, Any]], object],
 ) -> AbstractContextManager[object]:
-    """Return a context that calls ``see(operator, args, kwargs)`` in place of each operation of torch."""
+    """Return a context in which torch calls ``see(operator, args, kwargs)`` in place of each operation."""
 
     def dispatch(
         self: object,
@@ -337,7 +337,7 @@ def seen_operations(
 
 
 def _mode(module: str, name: str) -> Any:
-    """Return the class ``name`` of ``module``, imported now. Raises DescriptionError if torch lacks the class."""
+    """Return torch's class ``name``, after import of ``module``. Raise DescriptionError if torch lacks it."""
     mode = find(_module(module), name)
     if mode is None:
         raise DescriptionError(f"torch {torch.__version__} lacks {name}, so modules cannot be measured with it")

@@ -66,12 +66,12 @@ RENAMED_METHODS: Final = {
 
 
 def with_async_op(options: Any) -> Any:
-    """Return the options class ``options``, with a field ``asyncOp`` added if torch 2.6 lacks the field."""
+    """Return the class ``options``; if torch 2.6 lacks its field ``asyncOp``, a subclass that has the field."""
     return options if hasattr(options, "asyncOp") else type(options.__name__, (options,), {"asyncOp": True})
 
 
 def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
-    """Return the reduction of an operator, such as SUM; before torch 2.11 from the method's ``arguments``."""
+    """Return the reduction in ``boxed``, such as SUM; before torch 2.11, the reduction among ``arguments``."""
     if hasattr(boxed, "op"):
         return ReduceOp(ReduceOp.RedOpType(boxed.op()))
     if arguments is None:
@@ -82,7 +82,7 @@ def reduce_op(boxed: Any, arguments: Sequence[object] | None) -> ReduceOp:
 
 
 def call_torchs_kernel(operator: str, group: Any, arguments: Sequence[Any]) -> object:
-    """Call torch's own kernel of ``operator`` for a ``group`` that is not popdist's; used before torch 2.11."""
+    """Call torch's own kernel of ``operator`` for a ``group`` that is not popdist's; needed before torch 2.11."""
     device = torch.device("privateuseone")  # the device of torch's own kernel, which calls the registered backend
     gloo = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, gloo, group._get_backend(torch.device("cpu")))
@@ -110,7 +110,7 @@ _shutdown_backend: Final = find(distributed_c10d, "_shutdown_backend")
 
 
 def have_shut_down(kind: type[Any]) -> None:
-    """Make ``destroy_process_group`` call ``shutdown()`` of groups of ``kind``, as torch after 2.6 does."""
+    """Make ``destroy_process_group`` call ``shutdown()`` of groups of the class ``kind``, as newer torchs do."""
     if _shutdown_backend is not None:
         distributed_c10d._shutdown_backend = lambda group: (  # type: ignore[attr-defined]
             group.shutdown() if isinstance(group, kind) else _shutdown_backend(group)
@@ -130,7 +130,7 @@ def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -
 
 
 def keeps_works(function_frame: FrameType | None) -> bool:
-    """Whether the caller of this frame's function keeps the Python object of the work that the function returns.
+    """Whether the caller of the frame's function keeps the Python object of the ``Work`` that it returns.
 
     Before torch 2.8, C++ callers do not keep the object, and then wait for ever. There, only torch.distributed
     counts as a caller in Python.
@@ -153,7 +153,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address
 
 
 def connect_direct(kind: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a group of the class ``kind``, such as NCCL's, with ``timeout``, if torch has this option."""
+    """Make a group of the class ``kind``, such as NCCL's, with ``timeout`` if the class has such an option."""
     options = kind.Options()
     if hasattr(options, "_timeout"):
         options._timeout = timeout
@@ -164,8 +164,8 @@ _world: Final = find(distributed_c10d, "_world")
 
 
 def num_collectives(apart_from: Collection[int] = ()) -> int:
-    """Return how many collectives torch's groups have made, except groups with ranks only in ``apart_from``; 0 if
-    torch lacks the private name.
+    """Return how many collectives torch's groups have made, without the groups whose ranks are all in
+    ``apart_from``. Return 0 if torch lacks the private name.
     """
     number, groups = 0, find(_world, "pg_map") or ()
     for group in groups:
@@ -181,7 +181,7 @@ def gather_into(backend: Any, output: Tensor, tensor: Tensor) -> None:
 
 
 def renamed(method: F, name: str) -> F:
-    """Rename ``method`` to torch's name, by which torch's method recognizes its caller and does not recurse."""
+    """Rename ``method`` to ``name``, by which torch's own method recognizes its caller and does not recurse."""
     method.__code__ = method.__code__.replace(co_name=name)
     method.__name__ = method.__qualname__ = name
     return method

@@ -71,7 +71,7 @@ class TreeSum(Generic[T]):
 
     @property
     def nodes(self) -> dict[Node, T]:
-        """The kept sums, left to right: the :func:`aligned_nodes` of all items pushed so far, with the values."""
+        """The kept sums by node, left to right, with the :func:`aligned_nodes` of all items pushed so far."""
         return {Node(*place): value for place, value in self._held}
 
     @property
@@ -86,7 +86,7 @@ class TreeSum(Generic[T]):
         return value
 
     def of_part(self, part: Callable[[T], S], add: Callable[[S, S], S]) -> "TreeSum[S]":
-        """Return a new sum of ``part(item)`` over the items pushed so far; this sum stays unchanged."""
+        """Return a new sum of ``part(value)`` of each kept sum, at the same position; this sum stays unchanged."""
         tree = TreeSum(self._n, add, start=self._position)
         tree._held = [(place, part(value)) for place, value in self._held]
         return tree
@@ -96,7 +96,7 @@ class TreeSum(Generic[T]):
         self.push_sum(0, self._position, value)
 
     def push_sum(self, level: int, index: int, value: T) -> None:
-        """Add ``value``, the sum of a whole subtree (node), whose first item is the item at :attr:`position`."""
+        """Add ``value``, the sum of the node at ``level`` and ``index``, which must begin at :attr:`position`."""
         # no addition begins with zero, because 0.0 + -0.0 is 0.0 and a single item must keep its bits
         if self._position >= self._n:
             raise ValueError(f"expected no item at position {self._position} of {self._n}")
@@ -113,7 +113,7 @@ class TreeSum(Generic[T]):
 
 
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """Return the sum of ``n`` items from partial sums ``nodes``. Raises ValueError unless each item is in one."""
+    """Return the sum of ``n`` items from ``nodes``. Raise ValueError unless each item is in exactly one node."""
     total = TreeSum(n, add)
     for node in sorted(nodes, key=lambda node: node.index << node.level):
         if node.index << node.level != total.position:

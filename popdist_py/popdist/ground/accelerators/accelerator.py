@@ -42,7 +42,7 @@ def num_devices() -> int:
 
 
 def type_in_use() -> str | None:
-    """Return the device type of the accelerator that this process has initialized; None if there is none."""
+    """Return the device type of the accelerator that this process has initialized; None if it initialized none."""
     found = found_type()
     if found is None:
         return None
@@ -52,9 +52,8 @@ def type_in_use() -> str | None:
 
 
 def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ...]:
-    """Return the accelerators of an instance, or the CPU if there are none; see `popdist.devices()`.
-
-    If no launcher has assigned accelerators, the instances of a host use the accelerators in ascending order.
+    """Return the accelerators of an instance, or the CPU if there are none; see `popdist.devices()`. If no
+    launcher has assigned accelerators, the instances of a host use the accelerators in ascending order.
     """
     if not are_dealt:
         num_needed = max(1, contract.ipus_per_replica // contract.parallelism.instances_per_replica)
@@ -76,7 +75,7 @@ def devices_of(contract: Contract, *, are_dealt: bool) -> tuple[torch.device, ..
 
 
 def ask_memory(name: str, device: torch.device) -> int:
-    """Call torch's function ``name``, which measures memory of ``device``, and return its result.
+    """Call torch's function ``name``, such as ``memory_reserved``, for ``device``, and return its result.
 
     torch 2.9 has such functions in ``torch.accelerator``.
 
@@ -91,7 +90,7 @@ def ask_memory(name: str, device: torch.device) -> int:
 
 @contextmanager
 def in_stream(stream: torch.Stream) -> Iterator[None]:
-    """A context in which this thread computes in ``stream``. Before torch 2.8 a stream is no context manager."""
+    """A context in which this thread computes in ``stream``, which is no context itself before torch 2.8."""
     number, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -138,7 +137,7 @@ def collectives_of(device_type: str) -> str:
 
 
 def connect(device_type: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connect the accelerators of a group's ranks; return torch's backend. Initializes this rank's accelerator."""
+    """Connect all ranks' accelerators by NCCL or XCCL; return torch's backend. Initializes the own accelerator."""
     return torch_private_groups.connect_direct(
         getattr(dist, _DIRECT[collectives_of(device_type)]), store, rank, size, timeout
     )
@@ -150,7 +149,7 @@ def stop_choosing_by_time() -> None:
 
 
 def arithmetic_in_words() -> str:
-    """Return the settings of accelerators' convolutions, in words after a comma; empty if torch has no CUDA."""
+    """Return settings of CUDA's convolutions, such as ``, convolutions in TF32``; empty if torch has no CUDA."""
     if found_type() != "cuda":
         return ""
     cudnn = torch.backends.cudnn
@@ -181,9 +180,8 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def forked_random_states(seed: int | None = None) -> Iterator[None]:
-    """A context in which torch's random generators begin with ``seed``, if given; its end restores their states.
-
-    The generators are torch's default generators of the CPU and of all accelerators in use.
+    """A context in which torch's default generators (of the CPU and of all accelerators in use) begin with
+    ``seed``, if given; its end restores the states of the generators.
     """
     found = type_in_use()
     devices = [] if found is None else [torch.device(found, ordinal) for ordinal in range(num_devices())]
@@ -201,5 +199,5 @@ def forked_random_states(seed: int | None = None) -> Iterator[None]:
 
 
 def _number(device: torch.device) -> tuple[torch.device, ...]:
-    """Return ``device`` as arguments of a function; no argument on a Mac, whose functions take no device."""
+    """Return ``device`` as the only argument for torch's functions; no argument on a Mac, where they take none."""
     return () if device.type == "mps" else (device,)

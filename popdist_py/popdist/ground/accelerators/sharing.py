@@ -18,7 +18,7 @@ class Gathers(Protocol):
     """An object, such as a group's collectives, that can gather CPU tensors of the members of a group."""
 
     def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> object:
-        """Write the flat byte tensor ``mine`` of each member into ``rows``, in the order of the members."""
+        """Write each member's flat byte tensor ``mine`` into ``rows``, one tensor for each member, in order."""
 
 
 def are_distinct(

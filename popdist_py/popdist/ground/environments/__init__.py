@@ -45,9 +45,8 @@ class Environment:
     """Whether poprun, directly or in a job that it has emitted, has set the number of replicas."""
 
     def ipus_of_replica(self, count: int | None) -> int:
-        """Return the number of virtual IPUs of each replica: ``count``, or the job's number if ``count`` is None.
-
-        Raises ContractError if poprun has given the replicas another number.
+        """Return the number of virtual IPUs of each replica: ``count``, or, if ``count`` is None, the job's
+        number. Raise ContractError if poprun has given the replicas another number than ``count``.
         """
         of_job = self.contract.ipus_per_replica
         if count in (None, of_job) or not self.says_replicas:
@@ -58,9 +57,8 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """Return the assignment of replicas to instances, ``num_local_replicas`` to each; None: the job's number.
-
-        Raises ContractError if poprun has given the instances another number.
+        """Return the assignment of ``num_local_replicas`` replicas, or if None the job's number, to each instance.
+        Raise ContractError if poprun has given another number, or if instances share a replica.
         """
         layout = self.contract.layout
         if num_local_replicas in (None, layout.num_local_replicas):
@@ -123,7 +121,7 @@ def _detect_ranks(env: Mapping[str, str]) -> Environment:
 
 
 def _read_indexed_job(env: Mapping[str, str]) -> Contract | None:
-    """Return the job of Kubernetes, in which a pod's index is the rank; None if ``env`` describes no such job."""
+    """Return the job of a Kubernetes indexed Job, where a pod's index is the rank; None if ``env`` has none."""
     return _read_torch({**env, names.RANK: env[COMPLETION_INDEX]}) if _is_indexed(env) else None
 
 
@@ -189,7 +187,7 @@ def _read_hydra(env: Mapping[str, str]) -> Contract | None:
 
 
 def _read_mpi(env: Mapping[str, str], rank_name: str, size_name: str, *local_names: str) -> Contract | None:
-    """Return the job that MPI's variables describe, or None. Raises ContractError if rank or size is set alone."""
+    """Return the job in MPI's variables; None without rank and size. Raise ContractError if only one is set."""
     present = [name for name in (rank_name, size_name) if name in env]
     if not present:
         return None

@@ -60,7 +60,7 @@ def step_name(env: Mapping[str, str]) -> str:
 
 
 def store_ports(step: str) -> tuple[int, ...]:
-    """Return the ports at which a Slurm step's store may listen, in the order to try; Slurm reserves no ports."""
+    """Return the ports at which a Slurm step's store may listen, in the order to try: Slurm reserves no port."""
     span = _LAST_PORT - _FIRST_PORT
     start = sum(
         int(number) * factor for number, factor in zip(re.findall(r"[0-9]+", step), (7919, 104729), strict=False)

@@ -19,7 +19,7 @@ _NUM_BYTES = 32
 
 @cache
 def find(name: str = "popdist.ground.extension._extension") -> Any:
-    """Return the C extension; None if it is not built, or, with a warning, if it is built from other sources."""
+    """Return the C extension; None if it was built for another Python, or, with a warning, from other sources."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return None

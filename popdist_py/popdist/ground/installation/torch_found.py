@@ -28,7 +28,7 @@ def trouble_of_torch(version: str, *, has_distributed: bool) -> str:
 
 
 def trouble_of_numpy(torch: str, numpy: str) -> str:
-    """Return why torch cannot use numpy, and the remedy; ``numpy`` is a version, empty if not installed."""
+    """Return why torch cannot use numpy, and the remedy; ``numpy`` is numpy's version, empty if not installed."""
     if not numpy:
         return "popdist needs numpy, which is not installed: pip install 'poprun[torch]'"
     other = "numpy<2" if int(numpy.partition(".")[0]) > 1 else "numpy>=2"

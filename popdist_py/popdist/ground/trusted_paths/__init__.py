@@ -23,7 +23,7 @@ FOLDER: Final = os.O_PATH | os.O_DIRECTORY
 
 @contextmanager
 def opened_own_folder(path: str, *, makes: bool = False, may_be_for_all: bool = False) -> Iterator[int]:
-    """A context with the open folder ``path``, of this user or of root, in which no other user can write.
+    """A context that yields the opened folder ``path``, of this user or of root, where no other user can write.
 
     With ``may_be_for_all``, a folder such as ``/tmp`` is allowed too: all users can write there, but no user can
     replace files of another user.
@@ -41,7 +41,7 @@ def opened_own_folder(path: str, *, makes: bool = False, may_be_for_all: bool = 
 
 
 def own_folder_problem(path: str) -> str:
-    """Return why ``path`` cannot be this user's folder; an empty text if it can. Makes the folder if missing."""
+    """Return why ``path`` cannot be this user's folder; an empty text if it can be. Make the folder if missing."""
     try:
         with opened_own_folder(path, makes=True):
             return ""
@@ -83,13 +83,13 @@ def _reach(path: str, *, makes: bool) -> tuple[int, str]:
 
 
 def _names(path: str) -> list[str]:
-    """Return the names in ``path``, last name first; an empty path, or a slash at the end, adds ``.``."""
+    """Return the names in ``path``, last name first; before them ``.`` if the path is empty or ends with ``/``."""
     names = list(filter(None, path.split("/")))
     return [*reversed(names)] if names and not path.endswith("/") else [".", *reversed(names)]
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """Return the target of the link ``name``; None if it is no link. ``rest`` is the path after it, reversed."""
+    """Return the target of the link ``name``; None if it is no link. ``rest`` has the names after it, reversed."""
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def _target(folder: int, name: str, rest: list[str]) -> str | None:
 
 
 def open_below(folder: int, name: str, flags: int, *, makes_folder: bool = False) -> int:
-    """Open ``name``, which must be no link, in ``folder``; ``makes_folder`` first makes a missing folder."""
+    """Open ``name`` in ``folder``, but no link; with ``makes_folder``, first make a missing folder ``name``."""
     try:
         if makes_folder:
             with suppress(FileExistsError):
