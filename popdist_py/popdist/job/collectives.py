@@ -140,7 +140,7 @@ def barrier() -> None:
 
 
 def _refuse(text: str, fault: str | None) -> None:
-    """Raise CollectiveError because of ``fault``, also on the other instances; do nothing if ``fault`` is None."""
+    """Raise CollectiveError here and on the other instances because of ``fault``; do nothing if it is None."""
     if fault is None:
         return
     group = current_group()
@@ -252,7 +252,7 @@ def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
 
 
 def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
-    """Return the bytes ``data`` of every instance, which all call this function with the same ``text``."""
+    """Return the ``data`` of every instance; all instances must call this function with the same ``text``."""
 
     def send(data: bytes, lengths: list[list[int]]) -> list[bytes]:
         rows = group.backend.all_gather(_message_of(group, data, max(lengths)[0])).cpu()
@@ -268,9 +268,8 @@ def gather_json(group: Group, text: str, value: Any) -> list[Any]:
 
 @contextmanager
 def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterator[None]:
-    """A context in which an error on one instance makes all other instances raise ``error``.
-
-    The block must not wait for other instances.
+    """A context in which an error on one instance makes all other instances raise ``error``. The block must not
+    wait for other instances.
     """
     failure: Exception | None = None
     try:
@@ -287,7 +286,7 @@ def fail_together(group: Group, text: str, error: type[PopdistError]) -> Iterato
 
 
 def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
-    """Return ``data`` with zeros up to ``num_bytes`` as a tensor on a device whose tensors the group can send."""
+    """Return ``data``, with zeros up to ``num_bytes``, as a tensor on a device from which the group can send."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if data:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -343,9 +342,8 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
-    """Return for each replica the index in ``group`` of the replica's last instance that has ``brought`` data.
-
-    All instances of a replica compute on the same samples, and only the last stage of a pipeline has results.
+    """Return for each replica the index in ``group`` of its last instance that has data (``brought`` is true): all
+    instances of a replica have the same samples, and only the last stage of a pipeline has results.
     """
     size = environment().contract.parallelism.instances_per_replica
     places = {it // size: place for place, it in enumerate(group.instances) if brought[place]}
@@ -353,7 +351,7 @@ def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
 
 
 def _gather(group: Group, own_rows: Tensor | None, received: list[list[int]], places: list[int]) -> Tensor:
-    """Return the rows of the instances at the indices ``places``; ``received`` describes the rows of all."""
+    """Return as one tensor the rows of the instances at indices ``places``; ``received`` describes all rows."""
     brought = [kind for kind in received if kind]
     if not brought:
         return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -372,7 +370,7 @@ def _as_list(rows: object) -> list[Any]:
 
 
 def _describe_rows(rows: Tensor | None) -> list[int]:
-    """Return the number of ``rows``, the index of their dtype, and the shape of a row; an empty list for None."""
+    """Return the number of ``rows``, their dtype's index in ``DTYPES``, and a row's shape; [] for None."""
     return [] if rows is None else [len(rows), DTYPES.index(rows.dtype), *rows.shape[1:]]
 
 
@@ -391,7 +389,7 @@ def _rows_fault(parts: Sequence[object]) -> str | None:
 
 
 def _check_kinds(kinds: dict[int, list[int]], fault: str | None) -> None:
-    """Raise CollectiveError on every instance if one cannot send its rows, or rows differ in shape or dtype."""
+    """Raise CollectiveError on every instance if an instance cannot send its rows, or shapes or dtypes differ."""
     if refused := [instance for instance, kind in kinds.items() if kind == [_REFUSED]]:
         raise CollectiveError(f"gather(): {fault or f'{name_instances(refused)} refused its rows (see there)'}")
     different = {tuple(kind[1:]): instance for instance, kind in kinds.items() if kind}

@@ -47,7 +47,7 @@ Asked: TypeAlias = tuple[str | None, float, Checks, bool]
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """The job of this process after ``init()``: its environment, the groups of instances, and the arguments."""
+    """The job of this process after ``init()``: environment, groups of instances, and arguments of ``init()``."""
 
     environment: Environment  # the environment at the time of ``init()``
     asked: Asked
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class _ProcessState:
-    """The job of this process, and the key-value store by which instances connect until the process ends."""
+    """The job of this process, and, until the process ends, the key-value store that connects instances."""
 
     job: Job | None = None
     store: "Store | None" = None
@@ -116,7 +116,7 @@ def notice() -> PreemptionNotice:
 
 @contextmanager
 def limited_to(members: tuple[int, ...]) -> Iterator[None]:
-    """A context in which collectives include only ``members``: instances, or replicas if instances share them."""
+    """A context in which collectives include only ``members``: instances, or replicas if replicas are shared."""
     job = current_job()
     outer, outer_part = job.group, job.data_parallel
     size = job.environment.contract.parallelism.instances_per_replica
@@ -204,7 +204,7 @@ def _name_of_instance(contract: Contract) -> str:
 
 
 def _join_job(found: Environment, asked: Asked) -> Job:
-    """Connect with the other instances, check that ``init()`` has equal arguments everywhere; return the job."""
+    """Connect with the other instances, check that all gave ``init()`` the same arguments; return the job."""
     backend, timeout_seconds, checks, torch_distributed = asked
     computes = _prepare_arithmetic(found.contract)
     progress_page.wait("init()")
@@ -267,7 +267,7 @@ def ensure_default_group(asked_by: str) -> None:
 
 
 def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_by: str) -> "DefaultGroup | None":
-    """Make torch's default process group; return None if a group exists whose ranks are the instances."""
+    """Make torch's default process group; return None if a group with the instances as ranks exists already."""
     from popdist.exchange.process_group import default_group
 
     place = default_group.place_in_default_group()
@@ -284,7 +284,7 @@ def _join_torch(group: Group, contract: Contract, timeout_seconds: float, asked_
 
 
 def _numbered_store(store: "Store") -> "Store":
-    """Return the part of the job's key-value store that belongs to this call of ``init()``."""
+    """Return a part of the job's key-value store with the keys of this call of ``init()`` alone."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     return PrefixStore(f"popdist/{_state.num_inits}", store)
@@ -307,7 +307,7 @@ def _prepare_arithmetic(contract: Contract) -> str:
 
 
 def _connect(found: Environment, backend: str | None, timeout_seconds: float) -> "Backend":
-    """Return the backend of the whole job. torch is imported only if the job has several instances."""
+    """Return the backend that connects the whole job. Imports torch only if the job has several instances."""
     contract = found.contract
     if contract.num_instances == 1:
         return _alone(Names(members=(0,), noun="instance"), backend)
@@ -325,7 +325,7 @@ def _connect(found: Environment, backend: str | None, timeout_seconds: float) ->
 
 
 def _data_parallel_group(found: Environment, backend: str | None, timeout_seconds: float) -> Group:
-    """Connect the instances with the same part of the model in all replicas; return the group, by replica."""
+    """Connect the instances with this part of the model in all replicas; return their group, in replica order."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     contract, part = found.contract, found.contract.replica_part
@@ -357,7 +357,7 @@ def _connect_members(
     backend: str | None,
     timeout_seconds: float,
 ) -> "Backend":
-    """Connect the instances ``names``, in which this instance has the number ``index``; return the backend."""
+    """Connect the instances with the names ``names``, of which this is number ``index``; return the backend."""
     from popdist.exchange.transport import rendezvous, torch_backend
     from popdist.exchange.transport.connections import Connections
 
@@ -393,7 +393,9 @@ def finalize() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the job at the end of the process; only under MPI close connections before the process ends."""
+    """Leave the job at the end of the process. Only under MPI close the connections here, because MPI_Finalize
+    waits; otherwise the kernel closes them later, so that other instances blame no living process.
+    """
     if _state.job is None:
         return
     if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
@@ -420,9 +422,8 @@ def num_instances() -> int:
 
 
 def num_replicas() -> int:
-    """Return the number of replicas of the model in the whole job; 1 outside a job.
-
-    A multiple of ``num_instances()``; if instances share a replica, ``num_instances()`` is a multiple of it.
+    """Return the number of replicas of the model in the whole job, a multiple of ``num_instances()``, or, if
+    instances share replicas, a divisor of it; 1 outside a job.
     """
     return environment().contract.num_replicas
 

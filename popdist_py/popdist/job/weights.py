@@ -109,7 +109,7 @@ def _fault(weights: object) -> str | None:
 
 
 def _named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in ``weights`` once, with the first of its names; of a DTensor the local part."""
+    """Yield each tensor in ``weights`` once, with the first of its names; of a DTensor, yield the local part."""
     if isinstance(weights, nn.Module):
         named: list[tuple[str, object]] = [*weights.named_parameters(), *weights.named_buffers()]
     else:
@@ -179,7 +179,7 @@ def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
 
 
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
-    """Return text on the first difference between weights of ``other`` and ``root``; all instances call this."""
+    """Return as text the first name, dtype or shape in which ``other`` differs from ``root``. All call this."""
     description = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
     everybody = zip(group.instances, gather_bytes(group, "describe the weights", description), strict=True)
     lines = {instance: data.decode().splitlines() for instance, data in everybody}
