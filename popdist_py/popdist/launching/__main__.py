@@ -17,7 +17,7 @@ _HERE: Final = Path(__file__).parent
 
 
 def call_function(folder: Path) -> None:
-    """Call the sent function on this instance, and write its result or exception to ``folder``."""
+    """Call the function in ``folder`` on this instance, and write its result or exception to ``folder``."""
     instance = instance_index()
     try:
         with opened_own_folder(str(folder)):
@@ -49,7 +49,7 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _print_only(users: TracebackType | None) -> None:
-    """Let Python print only the traceback ``users`` of the final exception, as if a script had made the call."""
+    """Let Python print the final exception with the traceback ``users`` only, as if a script had made the call."""
     print_error = sys.excepthook
 
     def print_users(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

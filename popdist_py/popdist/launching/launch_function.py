@@ -70,7 +70,7 @@ def launch(
 
 
 def _check_call(fn: object, args: object, kwargs: object) -> None:
-    """Check the arguments of :func:`launch`. Raise LaunchError also if the caller is an instance of a job."""
+    """Check the arguments of ``launch``. Raise LaunchError if one is wrong, or this is an instance of a job."""
     if not callable(fn):
         raise LaunchError(f"fn={fn!r} must be a function")
     if not isinstance(args, list | tuple):
@@ -98,7 +98,7 @@ def _words(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _read_attempt(report: Path, code: int) -> dict[str, Any]:
-    """Return the last attempt in poprun's report. Raise LaunchError if poprun started nothing or was killed."""
+    """Return the last attempt in poprun's report. Raise LaunchError if poprun made no attempt or was killed."""
     if code < 0:
         raise LaunchError(f"poprun was killed by {Signals(-code).name}, and its job has ended with it")
     job = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
@@ -110,7 +110,7 @@ def _read_attempt(report: Path, code: int) -> dict[str, Any]:
 
 
 def _values(folder: Path, attempt: Mapping[str, Any], code: int, name: str) -> list[Any]:
-    """Return the function's results on all instances, or raise the error of the instance at fault."""
+    """Return the results on all instances; if the job failed, raise the error of the instance at fault."""
     outcomes = [load_outcome(folder, instance["index"]) for instance in attempt["instances"]]
     if code == 0 and None not in outcomes:
         found = [_load(it, f"what {name} returned on instance {index}") for index, it in enumerate(outcomes) if it]

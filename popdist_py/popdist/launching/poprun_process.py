@@ -22,9 +22,8 @@ _Sinks = Mapping[int, tuple[codecs.IncrementalDecoder, TextIO]]
 
 
 def run_poprun(words: Sequence[str]) -> int:
-    """Run poprun with the arguments ``words``, and return its exit code; an interrupt stops the job.
-
-    poprun has its own process group, because Ctrl-C reaches a whole group and would interrupt poprun twice.
+    """Run poprun with the arguments ``words``, and return its exit code; an interrupt stops the job. poprun has
+    its own process group, because Ctrl-C reaches a whole group and would interrupt poprun twice.
     """
     starter = [sys.executable, "-I", "-S", str(_STARTER), str(os.getpid())]
     for stream in (sys.stdout, sys.stderr):
@@ -54,7 +53,7 @@ def run_poprun(words: Sequence[str]) -> int:
 
 
 def _relay(pid: int, sinks: _Sinks) -> None:
-    """Write the output of the process ``pid`` to the streams in ``sinks`` until the process has ended."""
+    """Write what process ``pid`` prints into pipes to the streams in ``sinks``, until the process has ended."""
     with os.fdopen(os.pidfd_open(pid), "rb", buffering=0) as end, selectors.DefaultSelector() as selector:
         for descriptor in (end.fileno(), *sinks):
             selector.register(descriptor, selectors.EVENT_READ)

@@ -62,7 +62,7 @@ class Call:
 
 
 def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
-    """Return the function and arguments in ``folder``; set ``sys.path``, and source lines for tracebacks."""
+    """Return the function and arguments in ``folder``; set ``sys.path``, and the source lines of tracebacks."""
     with opened_own_folder(str(folder)) as own, os.fdopen(open_below(own, _CALL_FILE, os.O_RDONLY), "rb") as file:
         call: Call = pickle.load(file)
     sys.path[:] = call.search_path
@@ -80,7 +80,7 @@ def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], 
 
 
 def _name_globals(fn: FunctionType) -> None:
-    """Put functions and classes that were sent with ``fn`` into the module of ``fn``, where pickle finds them."""
+    """Put what was sent with ``fn`` (functions, classes) into the module of ``fn``, where pickle finds it."""
     module = sys.modules.setdefault(fn.__module__, ModuleType(fn.__module__))
     for name, value in fn.__globals__.items():
         if getattr(value, "__module__", None) == fn.__module__:
@@ -96,7 +96,7 @@ class Outcome:
 
     @classmethod
     def of_error(cls, error: Exception, traceback: str) -> Self:
-        """Make the outcome for the exception ``error``; use a LaunchError if ``error`` cannot be pickled."""
+        """Make the outcome for the exception ``error``, or for a LaunchError if ``error`` cannot be pickled."""
         try:
             pickled = _cloudpickle().dumps(error)
             try:
@@ -164,7 +164,7 @@ def pickle_values(*named: tuple[str, object]) -> bytes:
 
 
 def _innermost(value: object, path: str, seen: set[int]) -> tuple[str, object, Exception] | None:
-    """Return the smallest part of ``value`` that cannot be pickled, its path and the error; otherwise None."""
+    """Return the smallest part of ``value`` that cannot be pickled, its path and the error; None if all can be."""
     if id(value) in seen:
         return None
     seen.add(id(value))
@@ -196,7 +196,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_found(module: ModuleType) -> bool:
-    """Whether another process with the same ``sys.path`` imports this same ``module`` by its name."""
+    """Whether another process with the same ``sys.path`` finds the same file of ``module`` by its name."""
     if module.__name__ == "__main__":  # cloudpickle sends __main__ by value
         return True
     places: Sequence[str] | None = None
