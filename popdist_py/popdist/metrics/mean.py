@@ -25,7 +25,7 @@ _UNIT_EXPONENT: Final = 1074
 
 
 class _ExactSum:
-    """A sum of floats and integers without rounding, as a whole number of the smallest float."""
+    """A sum of floats and integers without rounding: a whole number of units of 2^-1074, the smallest float."""
 
     def __init__(self) -> None:
         self.num_units = 0
@@ -43,7 +43,7 @@ class _ExactSum:
                 self.infinite += number
 
     def __str__(self) -> str:
-        """Return the exact sum as text: the finite part as a hexadecimal number, and 0.0, inf, -inf or nan."""
+        """Return the sum as text: a hexadecimal number of units, then the infinite part: 0.0, inf, -inf or nan."""
         return f"{self.num_units:x} {self.infinite}"
 
     def add_words(self, num_units: str, infinite: str) -> None:
@@ -154,7 +154,7 @@ class Mean:
         return self._over_all("Mean.compute()")
 
     def _over_all(self, text: str) -> float:
-        """Exchange the sums of all instances, and return the mean; ``text`` names the call in errors."""
+        """Return the mean over all instances' sums. All instances call this; ``text`` names the call in errors."""
         total, count = _ExactSum(), _ExactSum()
         received = [sums.split() for sums in _gather(f"{self._total} {self._count}", text)]
         for place in of_each_replica(current_group(), [words != _NOTHING for words in received]):

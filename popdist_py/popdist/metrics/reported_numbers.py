@@ -41,7 +41,7 @@ class NumberPipe:
         self._next_seconds = 0.0
 
     def open(self, place: str) -> None:
-        """Use the pipe at ``place`` (``DESCRIPTOR:INODE``) from now on, if this process has inherited the pipe."""
+        """Use the pipe ``place`` (``DESCRIPTOR:INODE``) from now on; do nothing if this process lacks the pipe."""
         number, _, inode = place.partition(":")
         if not (number.isdecimal() and inode.isdecimal()):
             return
@@ -59,7 +59,7 @@ class NumberPipe:
         self._descriptor = -1
 
     def send(self, numbers: dict[str, float]) -> None:
-        """Write ``numbers`` to the pipe; within 10 ms of the last write, only together with later numbers."""
+        """Write ``numbers`` to the pipe; within 10 ms of the last write, keep the numbers for a later call."""
         if self._descriptor >= 0:
             self._unsent |= numbers
             if time.monotonic() >= self._next_seconds:
@@ -84,7 +84,7 @@ class NumberPipe:
 
 @dataclass(eq=False, slots=True)
 class _Listener:
-    """A callback of the program for each report of numbers, and whether the callback has failed before."""
+    """A callback of the program, called at each report of numbers, and whether it has raised an error before."""
 
     callback: OnReport
     has_failed: bool = False
@@ -92,7 +92,7 @@ class _Listener:
 
 @dataclass(slots=True, kw_only=True)
 class _Reporting:
-    """The state of this process's reports of numbers: pipe, names, last step, and callbacks."""
+    """The state of this process's reports of numbers: pipe to poprun, names in use, last step, and callbacks."""
 
     pipe: NumberPipe | None = None  # None before the first report
     names: set[str] = field(default_factory=set)
