@@ -84,7 +84,7 @@ class OnnxModule(nn.Module):
         self._inputs = [value for value in model.graph.input if value.name not in initialized]
 
     def _add(self, name: str, tensor: Tensor, *, is_trained: bool, persistent: bool = True) -> None:
-        """Register ``tensor`` as the parameter or buffer ``name``, or keep ``tensor`` as the graph's constant."""
+        """Register ``tensor`` as the parameter or buffer ``name``; keep an integer or a scalar as a constant."""
         if not tensor.is_floating_point() or not tensor.ndim:
             self._constants[name] = tensor
             return
@@ -103,7 +103,7 @@ class OnnxModule(nn.Module):
             raise OnnxError(f"torch cannot have a parameter called {name!r}: rename it in the file") from error
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers by their names in the ONNX graph; a tied tensor has several names."""
+        """Return all parameters and buffers by their names in the graph; a tied tensor occurs under each name."""
         return {
             **dict(self.named_buffers(remove_duplicate=False)),
             **dict(self.named_parameters(remove_duplicate=False)),
@@ -164,7 +164,7 @@ class OnnxNode:
     outputs: tuple[str, ...]
 
     def compute(self, values: Mapping[str, Tensor | None], *, is_training: bool) -> dict[str, Tensor]:
-        """Compute the node from ``values``, tensors by name, and return its outputs by name."""
+        """Compute the node from its inputs in ``values``, tensors by name, and return its outputs by name."""
         keywords = {**self.attributes, _IS_TRAINING: is_training} if self.knows_training else self.attributes
         try:
             results = self.operator(*[values[name] if name else None for name in self.inputs], **keywords)
@@ -209,9 +209,8 @@ def _describe(node: NodeProto) -> str:
 
 
 def _read_node(node: NodeProto, opset: int) -> OnnxNode:
-    """Return one node with its torch function. Raise OnnxError if the function does not know an attribute.
-
-    An unknown attribute is ignored if it has ONNX's default.
+    """Return one node with its torch function. Raise OnnxError if the function does not know an attribute, unless
+    the attribute has ONNX's default.
     """
     name = _operator_of(node)
     keywords = _keywords_of(OPERATORS[name])
@@ -236,7 +235,7 @@ def _read_node(node: NodeProto, opset: int) -> OnnxNode:
 
 
 def _keywords_of(operator: Operator) -> set[str]:
-    """Return the names of the keyword-only arguments of ``operator``; an empty set for a builtin of torch."""
+    """Return the names of the keyword-only arguments of ``operator``; an empty set if it has no signature."""
     try:
         parameters = inspect.signature(operator).parameters.values()
     except ValueError:
@@ -245,7 +244,7 @@ def _keywords_of(operator: Operator) -> set[str]:
 
 
 def _defaults_of(node: NodeProto, opset: int) -> dict[str, object]:
-    """Return the default values of a node's attributes; an empty dict if the operator is not one of ONNX's own."""
+    """Return the defaults of a node's attributes, by name; an empty dict if the operator is not of ONNX itself."""
     if node.domain not in _OWN_DOMAINS:
         return {}
     attributes = onnx.defs.get_schema(node.op_type, opset).attributes
@@ -282,7 +281,7 @@ def _constant(node: NodeProto) -> Tensor:
 
 
 def _check_inputs(wanted: list[ValueInfoProto], given: tuple[Tensor, ...]) -> None:
-    """Raise OnnxError unless the tensors ``given`` fit ``wanted``, the inputs (shapes) in the ONNX file."""
+    """Raise OnnxError unless the tensors ``given`` have the number and the shapes of the inputs ``wanted``."""
     names = [value.name for value in wanted]
     if len(given) != len(wanted):
         raise OnnxError(f"the model has the inputs {', '.join(names)}, and was called with {len(given)}")
