@@ -324,7 +324,7 @@ def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
 
 
 def _keeping(shape: Mapping, way: Mapping) -> Mapping:
-    """Return a mapping with sharding, offloading and phases of the mapping ``way``, and all else of ``shape``."""
+    """Return a mapping with sharding, offloading and phases of ``way``, and all other values of ``shape``."""
     return replace(
         way,
         micro_batch=shape.micro_batch,

@@ -101,7 +101,7 @@ Owned: TypeAlias = dict[str, Any]
 
 
 def owned_of(named: Mapping[str, object]) -> Owned:
-    """Return the keys that this instance has of each module's state, and the names of optimizers' parameters."""
+    """Return by name a module's keys of state on this instance, or the names of an optimizer's parameters."""
     names = parameter_names(named)
     owned: Owned = {}
     for name, thing in stateful_of(named).items():

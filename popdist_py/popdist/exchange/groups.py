@@ -65,7 +65,7 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
 
 
 def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
-    """Return the integers in each received header (message before a collective); None if the texts differ."""
+    """Return the integers in each received header (message before a collective); None if headers' texts differ."""
     first, *others = received
     if others.count(first) == len(others):  # the usual case; nobody may change the list, which is returned often
         return [_numbers_of(first)] * len(received)

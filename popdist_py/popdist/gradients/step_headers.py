@@ -126,7 +126,7 @@ class StepChecks:
         return None
 
     def begin_loop(self) -> None:
-        """Begin to watch the buffers outside of all wrapped models in the loop over micro batches."""
+        """Begin to compare, in a loop over micro batches, module buffers that belong to no wrapped model."""
 
     def end_loop(self, *, is_complete: bool) -> None:
         """Stop watching buffers outside of wrapped models; after a complete loop, warn of changed buffers."""

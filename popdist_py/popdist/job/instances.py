@@ -76,8 +76,8 @@ _preparations: Final[list[WeakMethod[Callable[[], None]]]] = []
 def before_execute_on_instances(method: Callable[[], None]) -> None:
     """Register ``method``, which all instances call first whenever the program calls ``execute_on_instances``.
 
-    A use is a result that some instances will need but that only all instances together can compute, such as a
-    whole state that is cut into shards. Every instance, listed or not, calls ``method`` outside the limits, so
+    An example is a result that some instances will need, but that only all instances together can compute: a whole
+    state that is cut into shards. Every instance, listed or not, calls ``method`` outside the limits, so
     that ``method`` may call collectives. All instances must register the same methods in the same order. In a
     nested ``execute_on_instances`` no method is called, because other instances have already gone on.
 

@@ -307,7 +307,7 @@ class Hosts(Watcher):
                     log(f"warning: {warning}")
 
     def add_to(self, end: JobEnd) -> JobEnd:
-        """Return ``end`` with all warnings about hosts that were logged."""
+        """Return ``end``, the description of how the job ended, with the warnings about hosts that were logged."""
         return replace(end, warnings=(*end.warnings, *self._warnings.values()))
 
 

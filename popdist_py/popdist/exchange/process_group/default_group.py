@@ -30,7 +30,10 @@ def place_in_default_group() -> tuple[int, int]:
 
 
 def disagreement(places: list[tuple[int, int]]) -> str | None:
-    """Return an error message if the instances' default groups (rank + 1, size) are not one group; else None."""
+    """Return an error message if the instances are not the ranks of one default process group; None if they are.
+
+    Each of ``places`` is an instance's (rank + 1, size) in its default process group, or `NONE` without a group.
+    """
     if set(places) == {NONE}:
         return None
     for instance, (number, size) in enumerate(places):

@@ -147,7 +147,7 @@ class Member:
         return values_of_all(PrefixStore(what, self.store), self.rank, names, value, self.timeout_seconds)
 
     def share_memory(self, num_local: int, prefix: str) -> HostCollectives | None:
-        """Return the collectives of this host's ``num_local`` ranks; None on all ranks if a host cannot share."""
+        """Return the collectives of this host's ``num_local`` ranks; None if a host shares no memory."""
         collectives = HostCollectives.connect(
             PrefixStore(prefix, self.store),
             self.rank,

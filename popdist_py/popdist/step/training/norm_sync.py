@@ -54,7 +54,7 @@ class SyncPoint(NamedTuple):
     width: int = 0
 
     def __str__(self) -> str:
-        """Return a text about the point, which follows the replica's name in a message."""
+        """Return the replica's position in words, such as ``has ended its micro batch``, for an error message."""
         if self.kind == "end":
             return "has ended its micro batch"
         if self.kind == "left":
@@ -271,7 +271,7 @@ class NormGroups:
                 )
 
     def begin_step(self, group: Group, weights: Sequence[float], accumulation: int) -> None:
-        """Exchange the weights (factors of gradients) of all micro batches between instances; 0 if empty."""
+        """Send to all instances the factors ``weights`` of this instance's micro batches; an empty one has 0."""
         data = torch.tensor(weights, dtype=torch.float64, device="cpu").numpy().tobytes()
         gathered = b"".join(gather_bytes(group, _WEIGHTS, data))
         by_replica = torch.frombuffer(bytearray(gathered), dtype=torch.float64).view(-1, accumulation).tolist()
