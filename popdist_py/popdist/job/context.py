@@ -393,9 +393,7 @@ def finalize() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the job at the end of the process. Only under MPI close the connections here, because MPI_Finalize
-    waits; otherwise the kernel closes them later, so that other instances blame no living process.
-    """
+    """Leave the job at the end of the process. Close connections here only if MPI_Finalize waits for them."""
     if _state.job is None:
         return
     if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
