@@ -22,7 +22,7 @@ Ints = Sequence[int] | None
 
 
 def _numbers(given: Tensor | Ints) -> list[int]:
-    """Return a tensor or an attribute as a list of numbers; an empty list if ``given`` is None."""
+    """Return the numbers in ``given``, a tensor or an attribute of an ONNX node; [] if ``given`` is None."""
     return given.tolist() if isinstance(given, Tensor) else list(given or ())
 
 
@@ -56,7 +56,7 @@ def _in_torchs_order(pads: Sequence[int]) -> list[int]:
 
 
 def _padding(x: Tensor, pads: Ints, value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """Pad ``x`` if pads at begin and end differ; return ``x``, and the equal pads left for torch's function."""
+    """Pad ``x`` if an axis needs different padding at begin and end; return ``x`` and the padding still to add."""
     half = x.ndim - 2
     if not pads or pads[:half] == pads[half:]:
         return x, list(pads[:half]) if pads else [0] * half
@@ -138,7 +138,7 @@ def _reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Any:
-    """Reduce ``x`` by ``compute`` over the axes in the input ``given`` or attribute ``axes``; else all axes."""
+    """Return ``x`` reduced by ``compute`` over the axes ``given`` or ``axes``; over all if both are absent."""
     over = _numbers(axes if given is None else given)
     if not over and noop_with_empty_axes:
         return x
