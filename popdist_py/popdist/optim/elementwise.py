@@ -145,7 +145,7 @@ def _prove(
 
 
 def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
-    """Check, on copies of some elements, that the optimizer's next step updates each element independently."""
+    """Raise OptimizerError if a step on copies of some elements shows that the updates depend on each other."""
     if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
@@ -166,7 +166,7 @@ def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer
 def _step_on_copy(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: slice, factor: float
 ) -> Tensor:
-    """Make a step on a copy of the elements ``part``, with ``factor`` times their gradient; return the copy."""
+    """Step on a copy of the elements ``part``, with their gradient multiplied by ``factor``; return the copy."""
     aside = Parameter(parameter.detach().view(-1)[part].clone())
     aside.grad = cast("Tensor", parameter.grad).view(-1)[part] * factor
     state = {name: _own_part(value, parameter, part) for name, value in optimizer.state.get(parameter, {}).items()}
@@ -207,7 +207,7 @@ def _make(
     settings: Mapping[str, Any],
     parameter: Parameter,
 ) -> Optimizer:
-    """Make an optimizer that updates only ``parameter``, with a learning rate that is not 0."""
+    """Make an optimizer that updates only ``parameter``, with learning rate 0.01 instead of the program's."""
     optimizer = optimizer_class([{**settings, "params": [parameter]}], **defaults)
     if "lr" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["lr"] = _RATE
@@ -232,7 +232,7 @@ def is_known(optimizer_class: type[Optimizer]) -> bool:
 def signless_names(
     optimizer_class: type[Optimizer], defaults: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of the optimizer's state tensors whose elements are never below 0, as second moments."""
+    """Return the names of the optimizer's state tensors that have no negative element, such as second moments."""
     values = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(
         1 + len(_SIZES), 2 * _EVEN, dtype=torch.float32, generator=values, device="cpu"
@@ -259,5 +259,5 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """Make a step of ``optimizer`` without torch's step hooks: it is a part of another step, or only a check."""
+    """Make a step of ``optimizer`` without torch's step hooks, which must not count checks or parts of steps."""
     functools.partial(step_without_hooks(type(optimizer)), optimizer)()

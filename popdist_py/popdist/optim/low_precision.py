@@ -172,7 +172,7 @@ class LowPrecision(PieceOptimizer):
             }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise OptimizerError if a saved state has another precision, or belongs to another inner optimizer."""
+        """Raise OptimizerError unless a LowPrecision of these dtypes and this inner optimizer saved the state."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             then, now = ([it.get(name) for name in ("moments", "weights")] for it in (saved, group))
             if then[0] is None:
@@ -188,7 +188,7 @@ class LowPrecision(PieceOptimizer):
         self._know_names(state_dict)
 
     def _know_names(self, state_dict: Mapping[str, Any]) -> None:
-        """Record the names of state tensors that only a saved state has, such as the tensors of ``amsgrad``."""
+        """Record names of the saved state's tensors; raise OptimizerError if the optimizer has no such tensor."""
         states = state_dict["state"].values()
         names = {
             name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1
@@ -323,7 +323,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _may_be_fused(settings: Mapping[str, Any]) -> bool:
-    """Whether the optimizer's settings allow a fused kernel, because they leave the choice of the kernel open."""
+    """Whether popdist may choose torch's fused kernel: the program's settings choose none, and allow this one."""
     is_open = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
     return is_open and not settings.get("capturable") and not settings.get("differentiable")
 

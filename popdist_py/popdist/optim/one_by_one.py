@@ -46,7 +46,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OneByOne:
-    """An optimizer that updates the parameters of a group one by one, with the result of a step on all at once.
+    """An optimizer that updates a group's parameters one by one; results are bitwise equal to a step on all.
 
     ``make`` makes the optimizer with one group of the given parameters; ``kinds`` has the shapes, dtypes and
     devices of the parameters.
@@ -87,7 +87,7 @@ class OneByOne:
         return state
 
     def begin(self, settings: Mapping[str, Any], **attributes: object) -> None:
-        """Begin a step with these ``settings`` of the parameter group and these attributes of the optimizer."""
+        """Begin a step in which the parameter group has ``settings`` and the optimizer has ``attributes``."""
         for name in OF_SCALERS:
             vars(self._inner).pop(name, None)
         self._settings = dict(settings)
@@ -95,7 +95,7 @@ class OneByOne:
         self._after = None
 
     def step(self, parameter: Parameter, state: State, position: int) -> State:
-        """Update ``parameter``, whose index among all parameters is ``position``; return its new state."""
+        """Update ``parameter``, whose index among all parameters is ``position``; return the new state."""
         inner = self._inner
         vars(inner).update({name: _copy_of(value) for name, value in self._attributes.items()})
         inner.param_groups[0] = {"params": [parameter], **self._settings}
@@ -119,7 +119,7 @@ class OneByOne:
         return settings
 
     def load(self, parameter: Parameter, settings: Mapping[str, Any], state: State) -> State:
-        """Let the optimizer load ``state`` for ``parameter``, and return the state that it then has."""
+        """Load ``state`` for ``parameter`` into the optimizer; return the state that the optimizer made of it."""
         self._inner.param_groups[0]["params"] = [parameter]
         self._inner.load_state_dict({"state": {0: state}, "param_groups": [{**settings, "params": [0]}]})
         return self._taken_state(parameter)
@@ -134,13 +134,13 @@ class OneByOne:
         self._inner.param_groups[0]["params"] = []
 
     def _begin_anew(self) -> None:
-        """Set the optimizer back to its settings and attributes before all steps."""
+        """Restore the settings and attributes that the optimizer had before its first step."""
         settings, attributes = self._first
         self._inner.param_groups[0] = {"params": [], **settings}
         vars(self._inner).update(attributes)
 
     def _prove(self, joint: Optimizer) -> None:
-        """Raise OptimizerError unless steps on one parameter after another give the bits of ``joint``'s steps."""
+        """Raise OptimizerError unless steps on one parameter at a time are bitwise equal to steps of ``joint``."""
         reason = next((REASONS[it.__name__] for it in type(joint).__mro__ if it.__name__ in _MIXING), None)
         together: list[Parameter] = joint.param_groups[0]["params"]
         apart = [Parameter(parameter.detach().clone()) for parameter in together]
@@ -153,7 +153,7 @@ class OneByOne:
             raise OptimizerError(f"it {reason}; {_INSTEAD}")
 
     def _train(self, joint: Optimizer, together: Sequence[Parameter], apart: Sequence[Parameter]) -> None:
-        """Step on the parameters ``together`` at once, and on equal parameters ``apart`` one after another."""
+        """Train ``together`` by steps of ``joint`` on all at once, and the equal copies ``apart`` one by one."""
         numbers = torch.Generator().manual_seed(0)
         if "lr" in joint.param_groups[0]:
             joint.param_groups[0]["lr"] = _RATE

@@ -66,8 +66,8 @@ class PieceOptimizer(Optimizer):
             raise
 
     def place(self, pieces: Mapping[Tensor, Piece], whole_sums: WholeSums | None) -> None:
-        """Record the place of each piece in its whole parameter, and ``whole_sums``, a function that adds sums
-        over the pieces of all instances; each step calls this function once.
+        """Record the place of each piece in its whole parameter, and ``whole_sums``, which each step calls once: a
+        function that adds the pieces' sums of squares over all instances.
         """
         self._pieces = pieces
         self._whole_sums = whole_sums
@@ -142,7 +142,7 @@ _OWN: Final = frozenset({"popdist.optim.trust_ratio", "popdist.optim.low_precisi
 
 
 def check_number(what: str, value: object, *, minimum: float = 0.0, below: float = float("inf")) -> None:
-    """Raise OptimizerError unless the argument ``what`` has a ``value`` with ``minimum <= value < below``."""
+    """Raise OptimizerError unless ``minimum <= value < below`` for the argument with the name ``what``."""
     is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     if not is_number or not minimum <= as_float(value) < below:
         limit = f" and below {below:g}" if below < float("inf") else ""
@@ -150,7 +150,7 @@ def check_number(what: str, value: object, *, minimum: float = 0.0, below: float
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``tensor`` with the memory order of ``parameter``; a copy if its own strides are different."""
+    """Return ``tensor`` with the memory order of ``parameter``; a copy if the order of ``tensor`` is different."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
     stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
@@ -170,7 +170,7 @@ def flat(dense: Tensor) -> Tensor:
 
 
 def square_sums(flats: Sequence[Tensor]) -> list[float]:
-    """Return the sum of the squares of each tensor's elements; for complex numbers, of absolute values."""
+    """Return the sum of squares of each tensor's elements; for a complex element, of its absolute value."""
     arithmetic = find_extension()
     sums = [_square_sum(row, arithmetic) for row in flats]
     on_devices = [number for number in sums if isinstance(number, Tensor)]
@@ -179,13 +179,13 @@ def square_sums(flats: Sequence[Tensor]) -> list[float]:
 
 
 def node_sums(elements: Tensor, piece: Piece) -> list[float]:
-    """Return sums of squares over parts of ``elements``, one for each addition-tree node within ``piece``."""
+    """Return a sum of squares for each node of the addition tree (order of adding) that lies within ``piece``."""
     start = piece.elements.start
     return square_sums([elements[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
 
 
 def runs_of_nodes(piece: Piece) -> list[range]:
-    """Return the ranges of elements that the addition tree's nodes (partial sums) within ``piece`` cover."""
+    """Return the elements under each node of the addition tree (a node is a partial sum) within ``piece``."""
     num_blocks = math.ceil(piece.num_elements / BLOCK)
     first, last = piece.elements.start // BLOCK, math.ceil(piece.elements.stop / BLOCK)
     spans = [span(node, num_blocks) for node in aligned_nodes(first, last, num_blocks)]

@@ -50,12 +50,12 @@ class Place(NamedTuple):
 
 @cache
 def number_of(name: str) -> int:
-    """Return a number for the tensor ``name``, which is a part of the random generator's counter."""
+    """Return a number made from a tensor's ``name``; the counter of the random generator contains this number."""
     return zlib.crc32(name.encode())
 
 
 def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed: int, step: int) -> None:
-    """Round ``wide`` stochastically into ``held``; seed, step, place and name determine the random bits."""
+    """Write ``wide`` to ``held``, rounded stochastically; seed, step, place and name determine the random bits."""
     number, extension = number_of(name), find_extension()
     if wide.device.type != "cpu" or extension is None:
         _round_by_torch(wide, held, (step & _MASK, place.position, number), place.first, seed)
@@ -95,7 +95,7 @@ def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], 
 
 
 def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
-    """Return the random 32-bit numbers for the elements of ``held``: a row for each block of 128 elements."""
+    """Return random 32-bit words, a row for each 128 elements of ``held``; a bfloat16 element uses half a word."""
     # for float16, word w of call c belongs to element 32 w + c of a block; for bfloat16, its lower half belongs to
     # element 16 w + c, and its upper half to element 64 + 16 w + c
     num_blocks = -(-len(held) // BLOCK)
@@ -109,7 +109,7 @@ def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) 
 
 
 def _float16_bits(bits: Tensor, size: Tensor, words: Tensor) -> Tensor:
-    """Round float32 numbers, given by their ``bits``, to float16 by random ``words``; return float16's bits."""
+    """Return the bits of float16 numbers: float32 numbers ``bits``, rounded up or down by the random ``words``."""
     normal = (size + (words >> 19) >> 13) - _OTHER_EXPONENTS
     is_small = size < _LEAST_NORMAL_FLOAT16
     units = torch.where(is_small, size, 0).to(torch.int32).view(torch.float32) * 2.0**24

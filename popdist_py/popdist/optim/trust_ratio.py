@@ -77,11 +77,11 @@ class TrustRatioOptimizer(PieceOptimizer):
         raise NotImplementedError
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Update the prepared parameters; ``norms`` are the two norms of each, or None for no trust ratio."""
+        """Update the prepared parameters; ``norms`` has two norms of each, or is None for no trust ratio."""
         raise NotImplementedError
 
     def update(self) -> None:
-        """Update the parameters that have a gradient, first those whose norms need an exchange of messages."""
+        """Update the parameters with a gradient, first those parameters whose norms need messages."""
         work = [(group, [it for it in group["params"] if it.grad is not None]) for group in self.param_groups]
         for _, parameters in work:
             for parameter in parameters:

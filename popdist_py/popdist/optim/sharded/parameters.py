@@ -37,7 +37,7 @@ class ShardedParameter:
 
     @property
     def content(self) -> Tensor:
-        """The parameter ``whole`` as a tensor without autograd, in the same memory."""
+        """The values of the whole parameter: a tensor in the parameter's memory, but without autograd."""
         return self.whole.detach()
 
     def check(self) -> None:
@@ -53,7 +53,7 @@ class ShardedParameter:
             raise OptimizerError(f"the gradient of {self.name} is sparse: make it with sparse=False")
 
     def set_gradient(self) -> None:
-        """Set the gradient of the shard to its part of the parameter's gradient, or to None."""
+        """Set the shard's gradient to the shard's part of the parameter's gradient; to None if there is none."""
         gradient = self.whole.grad
         if isinstance(gradient, PartialGradient):
             gradient = gradient.content if gradient.ranges == self.ranges else gradient.whole
@@ -97,7 +97,7 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
 
 
 def describe(named: Sequence[Named]) -> str:
-    """Return a text with the number of parameters and a digest of names and shapes; equal on all instances."""
+    """Return the number of parameters and a digest of their names and shapes, to be compared by instances."""
     text = "\n".join(
         f"{name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {parameter.device.type} "
         f"{parameter.requires_grad}"
@@ -132,7 +132,9 @@ def gather_state(
 
 
 def own_state(parameter: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
-    """Return this instance's part of the optimizer state ``whole`` of a parameter, copied to its device."""
+    """Return this instance's part of a parameter's optimizer state ``whole``, copied; tensors with one number for
+    each element go to the parameter's device.
+    """
     device = parameter.whole.device
     return {
         key: parameter.shard_of(value).to(device, copy=True)

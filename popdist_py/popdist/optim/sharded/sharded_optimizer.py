@@ -47,14 +47,14 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Return ``settings`` as text, such as ``, lr=0.1``; without the value if it is no number, text or tuple."""
+    """Return optimizer settings as text, such as ``, lr=0.1``; for a value such as a tensor, only the name."""
     return "".join(
         f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
     )
 
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
-    """Wait for all instances; raise an error on all instances if one has failed or has other settings."""
+    """Exchange failures and digests of settings; raise an error on all instances if one failed or they differ."""
     headers = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble
@@ -173,7 +173,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this instance's part of the parameters, and receive all other parts; all instances must call it.
+        """Update this instance's shards, and receive the other instances' shards; all instances must call this.
 
         Args:
             closure: A function that computes the loss and the gradients anew, as for torch's optimizers.
@@ -203,7 +203,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _begin(self, group: Group, text: str) -> None:
-        """Wait for all instances at the beginning of a step; afterwards no instance reads the old weights."""
+        """Check the parameters; wait until no instance still computes with the weights, which the step changes."""
         trouble: OptimizerError | None = None
         try:
             for parameter in self._sharded:
@@ -252,7 +252,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather_state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """Return the whole state dict if ``keep``, else one without states; all instances must call this."""
+        """Return the gathered state dict if ``keep``, else one with empty state; all instances must call this."""
         check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._completed_settings().state
@@ -335,7 +335,7 @@ class ShardedOptimizer(Optimizer):
                 del vars(inside)[name]
 
     def _completed_settings(self) -> Optimizer:
-        """Return the inner optimizer of this instance's shards, with the present settings of all groups."""
+        """Copy all groups' settings to the inner optimizer of this instance's shards; return the optimizer."""
         assert self._inside is not None  # noqa: S101 - mypy cannot know that __init__ makes a group
         for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
             within.update(settings_of(own))
@@ -406,12 +406,12 @@ class NormExchange:
         return totals
 
     def end_step(self) -> None:
-        """Take part in the step's exchange of norms if this instance failed before, because others wait for it."""
+        """Take part in the exchange of norms that others wait for, if this instance failed before it began."""
         if not self._is_over:
             self._gather([1.0])
 
     def _numbers_of(self, own: NodeSums) -> list[float]:
-        """Return the partial sums that this instance sends, of all parameters; zeros without a gradient."""
+        """Return the partial sums for norms that this instance sends; zeros for a parameter without a gradient."""
         mine = self._group.backend.instance_index
         numbers: list[float] = []
         for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):
@@ -435,7 +435,7 @@ class NormExchange:
 
 
 def pieces_of(sharded: Sequence[ShardedParameter]) -> dict[Tensor, Piece]:
-    """Return, for each shard of this instance, its ``Piece``: the elements that it has of a whole parameter."""
+    """Return, for each shard of this instance, which consecutive elements of its parameter the shard has."""
     return {
         parameter.shard: Piece(position=position, elements=parameter.mine, num_elements=parameter.whole.numel())
         for position, parameter in enumerate(sharded)

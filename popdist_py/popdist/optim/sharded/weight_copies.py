@@ -25,7 +25,7 @@ from popdist.step.checks.optimizer_checks import reserve
 
 
 class WeightCopies:
-    """The copies of one sharded optimizer's parameters, one for each host or each instance."""
+    """The copies of a sharded optimizer's parameters: one per host in shared memory, or else one per instance."""
 
     def __init__(self) -> None:
         self._shared: set[int] = set()
@@ -41,7 +41,7 @@ class WeightCopies:
         self._exchanges = None
 
     def update(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
-        """Write each instance's updated elements into all copies, without waiting for this host's instances."""
+        """Write all instances' updated elements to all copies; the caller then waits for this host's instances."""
         if self._exchanges is None:
             inside = [parameter for parameter in sharded if id(parameter.whole) in self._shared]
             apart = [parameter for parameter in sharded if id(parameter.whole) not in self._shared]
