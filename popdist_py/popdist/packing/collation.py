@@ -445,7 +445,7 @@ def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -
 
 
 def packed_betas(betas: tuple[float, float], packing_factor: float) -> tuple[float, float]:
-    """Return Adam's betas for rows of ``packing_factor`` sequences each: ``(b1 ** p, b2 ** p)``.
+    """Return Adam's betas for rows of ``packing_factor`` sequences: each beta to the power ``packing_factor``.
 
     With these betas a gradient is forgotten after as many sequences as before (https://arxiv.org/abs/2107.02027).
 

@@ -214,7 +214,7 @@ class _Programme:
         return solution, self._prove(best_prices)
 
     def _solve_once(self) -> tuple[float, dict[Pack, float], Floats]:
-        """Solve the linear programme with its present packs; return its value, solution and dual prices."""
+        """Solve the linear programme with its present packs; return optimal value, solution and dual prices."""
         from scipy.optimize import linprog
         from scipy.sparse import csc_array
 
@@ -237,7 +237,7 @@ class _Programme:
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
     def _price(self, prices: Prices) -> tuple[Prices, Fill]:
-        """Return, for each length, the highest price of a pack with this length, and a function for the pack."""
+        """Return each length's highest price of a pack with this length, and a function that makes that pack."""
         choose = _best_of_any if self._most >= self._max_length else partial(_best_of_few, most=self._most - 1)
         values, fill = choose(prices, self._max_length - 1)
         lengths = np.arange(1, self._top + 1)
@@ -245,7 +245,7 @@ class _Programme:
         return totals, lambda length: (length, *fill(self._max_length - length))
 
     def _add_worthy(self, values: Prices, pack_of: Fill, prices: Floats) -> int:
-        """Add the packs whose sequences cost more than 1 at ``prices``; return the number of new packs."""
+        """Add each pack of lengths whose ``prices`` have a sum above 1; return the number of packs added."""
         num_added = 0
         for length in (np.flatnonzero(values > 1 - _SMOOTHING) + 1).tolist():
             pack = pack_of(length)
@@ -254,7 +254,7 @@ class _Programme:
         return num_added
 
     def _prove(self, prices: Floats) -> int:
-        """Return the lower bound of the number of rows that follows from ``prices``, in whole numbers."""
+        """Return the lower bound of the number of rows that ``prices`` prove, computed exactly in integers."""
         whole = np.floor(prices * _PRICE_UNIT).astype(np.int64)
         dearest = int(self._price(whole)[0].max())
         total = sum(int(count) * int(price) for count, price in zip(self._counts[: self._top], whole, strict=True))
@@ -262,7 +262,7 @@ class _Programme:
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """Return the highest price of a pack for each number of free tokens, and a function that makes the pack."""
+    """Return the highest price of a pack for each number of tokens in it, and a function that makes the pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -286,7 +286,7 @@ def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
 
 
 def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, Fill]:
-    """Return the highest price of ``most`` sequences for each number of free tokens, and a function for packs."""
+    """Return the highest price of up to ``most`` sequences per number of tokens, and a function for their pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     layers: list[Ints] = []
     for _ in range(most):
@@ -305,7 +305,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """Return the highest prices if each pack may get one more sequence, and that sequence's length (or 0)."""
+    """Return the highest prices after at most one more sequence per pack, and this sequence's length or 0."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -330,7 +330,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 
 
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Give each place in ``packs`` a real sequence, and pack the other sequences by best fit; return all packs."""
+    """Fill the places of ``packs`` with sequences that exist, pack the others by best fit; return all packs."""
     taken, rest = _take_places(packs, counts)
     for pack, count in greedy_packs(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count
@@ -360,7 +360,7 @@ def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, 
 
 def _shorten(packs: dict[Pack, int], length: int, surplus: int) -> dict[Pack, int]:
     """Return ``packs`` with ``surplus`` places for sequences of ``length`` tokens made one token shorter, because
-    there are too few such sequences; a place of 0 tokens is removed.
+    too few such sequences exist; a place of 0 tokens is removed.
     """
     changed: dict[Pack, int] = {}
     waiting = list(packs.items())

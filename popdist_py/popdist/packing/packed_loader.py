@@ -61,7 +61,7 @@ class PackedRows:
         self._orders: tuple[int, dict[int, Permutation]] = (-1, {})
 
     def num_samples(self, step: range, epoch: int) -> int:
-        """Return the number of samples in the rows at the positions ``step`` of the order of this epoch."""
+        """Return the number of samples in the rows of ``step``, a range of positions in the epoch's row order."""
         rows = np.arange(step.start, step.stop, dtype=np.int64)
         if self._shuffle:
             rows = Permutation(self.num_rows, seed=self._seed, epoch=epoch).indices(rows)
@@ -85,8 +85,8 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """Return the sample for each place in a row: ``lengths`` are the tokens of the samples in the places, and
-        ``places`` are the numbers of the places among all places for samples of the same length.
+        """Return a sample for each place in a row: ``lengths`` has the number of tokens of each place, and
+        ``places`` has each place's number among all places of the same length.
         """
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
@@ -107,7 +107,7 @@ class PackedRows:
 
 
 class _Places(NamedTuple):
-    """The places for sequences in all packs (sets of lengths that share a row): three numbers per place."""
+    """The places for sequences in packs (lengths that share a row): the arrays lengths, first and repeats."""
 
     lengths: NDArray[np.int64]  # tokens of the sequence at the place
     first: NDArray[np.int64]  # number of the place in the first row of its pack, among all places of its length
@@ -354,7 +354,7 @@ class _PackedFetcher(MapFetcher):
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
     def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:
-        """Return the ``length`` tokens of ``sample`` from ``start`` on; all, if the sample was not split."""
+        """Return the ``length`` tokens of ``sample`` from ``start`` on; the sample itself if it was not split."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
             raise DatasetError(

@@ -50,7 +50,7 @@ class Pieces:
 
 
 def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -> Pieces:
-    """Drop, cut or split samples longer than a row, by ``too_long``. Raise DatasetError if no sample is left."""
+    """Drop, cut or split samples longer than a row, as ``too_long`` says. Raise DatasetError if none is left."""
     if not len(lengths):
         raise DatasetError("the dataset has no samples to pack: look at where it is made")
     if lengths.min() < 1:
@@ -158,7 +158,7 @@ def _count_or_load(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Count the lengths of all samples; with ``cache``, read the lengths from this file or write the file."""
+    """Return all samples' lengths, read from the file ``cache`` if it exists; else count, and write the file."""
     if cache is None:
         return _count_parts(_Counted(dataset, length_of), num_workers)
     path = Path(cache)
@@ -171,7 +171,7 @@ def _count_or_load(
 
 
 def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
-    """Count the lengths of this instance's part of the samples; return the lengths from all instances."""
+    """Count the lengths of this instance's samples, exchange them, and return the lengths of all samples."""
     contract = context.environment().contract
     if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)

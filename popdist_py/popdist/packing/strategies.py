@@ -187,7 +187,7 @@ def _greedy(
 
 
 class _OpenPacks:
-    """The packs (rows being filled) that are open, by their number of free tokens, and those that are closed."""
+    """The open packs (rows being filled), by their number of free tokens, and the closed packs."""
 
     def __init__(self, max_length: int, limit: int) -> None:
         self.limit = limit
@@ -303,7 +303,7 @@ def make_strategy(
     *,
     bound: int = 0,
 ) -> PackingStrategy:
-    """Return ``packs`` as a PackingStrategy; its lower bound is ``bound`` or, if larger, a simple bound."""
+    """Return ``packs`` as a PackingStrategy; its lower bound is the larger of ``bound`` and a simple bound."""
     merged: dict[Pack, int] = {}
     for pack, count in packs.items():
         key = tuple(sorted(pack, reverse=True))
@@ -318,7 +318,7 @@ def make_strategy(
 
 
 def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
-    """Return a lower bound of the number of rows: the largest bound by tokens, sequences and long sequences."""
+    """Return a lower bound of rows: the largest of bounds by tokens, sequences, and sequences over half a row."""
     num_tokens = int(np.dot(counts, np.arange(1, max_length + 1)))
     num_sequences = int(counts.sum())
     num_long = int(counts[max_length // 2 :].sum())
