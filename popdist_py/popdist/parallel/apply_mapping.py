@@ -40,7 +40,7 @@ _CUT: Final = (Shard(1),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The names of a transformer's modules by their roles, such as layers, head or norms, for its division.
+    """The names of a transformer's modules by role, such as layers or head, by which popdist divides the model.
 
     Attributes:
         layers: The ``ModuleList`` of the layers. Each layer takes the hidden states first, and returns them.
@@ -237,7 +237,7 @@ def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "")
 
 
 def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int]:
-    """Find the integer attribute ``name``, such as ``attention.heads``; return its module, key and value."""
+    """Find the integer at the path ``name`` in a layer; return the owning module, the attribute and the value."""
     path, _, key = name.rpartition(".")
     owner = _module(layer, path, nn.Module, place)
     value = getattr(owner, key, None)

@@ -143,8 +143,8 @@ def _without_memory(value: Any, device: str) -> Any:
 
 
 def _watch(copy: nn.Module, meter: OperationMeter, names: set[str], entered: list[str]) -> None:
-    """Register hooks on the modules of ``copy``, which report the begin and end of each layer to ``meter``, and
-    list the modules that run at the moment in ``entered``.
+    """Register hooks on the modules of ``copy``: they report begin and end of each layer to ``meter``, and keep
+    the modules that run at the moment in ``entered``.
     """
     for name, member in copy.named_modules():
         title = f"{name or 'the module'} ({type(member).__name__})"
@@ -167,8 +167,8 @@ def _place(stretch: int, meter: OperationMeter) -> int:
 
 
 def _owners(weight: Weight, meter: OperationMeter) -> set[int]:
-    """Return the numbers of the layers whose description includes ``weight``: the first and the last layer if both
-    use the weight; else the first layer that uses it, or the last layer if no layer uses it.
+    """Return the numbers of the layers that count ``weight``: the first and the last layer if both use it,
+    otherwise only the first layer that uses it; the last layer if no layer uses it.
     """
     last = _place(len(meter.stretches) - 1, meter)
     users = {_place(user, meter) for user in weight.users} or {last}
@@ -199,7 +199,7 @@ def _layers(meter: OperationMeter) -> list[Layer]:
 
 
 def _add_held(layers: list[Stretch], meter: OperationMeter) -> None:
-    """Add the sizes of the parameters, and the bytes kept for the backward pass, to each layer's amounts."""
+    """Add to each layer's costs its parameters and the bytes that autograd keeps for the backward pass."""
     for weight in meter.weights.values():
         for owner in _owners(weight, meter):
             amount = weight.numel * meter.num_samples
@@ -240,7 +240,7 @@ def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Lay
 
 
 def _share(amount: Split, meter: OperationMeter) -> Split:
-    """Return ``amount`` per sample; all of it is undivided if tensor parallelism cannot divide the layers."""
+    """Return the cost ``amount`` per sample; all of it is undivided if tensor parallelism cannot divide layers."""
     share = Split(divided=amount.divided / meter.num_samples, whole=amount.whole / meter.num_samples)
     return share if meter.can_divide else Split(whole=share.divided + share.whole)
 
@@ -265,7 +265,7 @@ def _with_loss(layer: Layer, stretch: Stretch, meter: OperationMeter, read_bytes
 
 
 def _sequence(given: list[Tensor]) -> int:
-    """Return the number of tokens of a sample: the second dimension of a suitable input; 1 if there is none."""
+    """Return a sample's number of tokens: dimension 1 of the first integer or 3-dimensional input; else 1."""
     for tensor in given:
         if tensor.dim() == _TOKEN_DIMENSIONS or (tensor.dim() > 1 and not tensor.is_floating_point()):
             return tensor.shape[1]

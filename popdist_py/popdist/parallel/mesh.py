@@ -83,7 +83,9 @@ def _see_module(wrapper: nn.Module, _name: str, _module: object) -> None:
 
 
 def _refuse_ddp(wrapper: DistributedDataParallel, contract: Contract) -> None:
-    """Raise WeightsError if the DDP model ``wrapper`` averages gradients of different parts of a replica."""
+    """Raise WeightsError if the process group of ``wrapper``, a DDP model, has instances with different parts of a
+    replica: DDP would take the mean of these parts' gradients.
+    """
     ranks = get_process_group_ranks(wrapper.process_group)
     if len({contract.parallelism.part_of(rank).index for rank in ranks}) > 1:
         raise WeightsError(

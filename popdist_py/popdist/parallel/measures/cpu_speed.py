@@ -151,7 +151,7 @@ def _instance(index: int, num_devices: int, barrier: Barrier, folder: str, sende
 
 
 def _speeds(index: int, num_devices: int, barrier: Barrier, folder: str) -> dict[str, float]:
-    """Return the arithmetic operations, bytes and torch operators that this process computes per second."""
+    """Return what this process does per second: operations, bytes moved, torch operators and bytes sent."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_devices))
     phases: dict[str, tuple[float, Callable[[], object]]] = {
         "fp32": (2 * _WIDTH**3, _product(torch.float32)),

@@ -54,7 +54,7 @@ class Stretch:
             self.add(what, amount, divided=divided)
 
     def join(self, other: "Stretch") -> None:
-        """Add the costs of ``other``, another part of the same layer; the first part gives name and output."""
+        """Add the costs of ``other``, a part of the same layer; take its name and output if this part has none."""
         if not self.name and self.output is None:
             self.name, self.output = other.name, other.output
         for what, amount in other.amounts.items():
@@ -129,7 +129,7 @@ class OperationMeter:
         return self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), new)
 
     def bytes_of(self, tensor: Tensor | None, *, view: bool = True) -> float:
-        """Return the bytes of ``tensor`` (with ``view``) or of its whole storage; floats count as 16 bits."""
+        """Return the bytes of ``tensor`` if ``view``, else of its whole storage; floats count as 16 bits."""
         if tensor is None:
             return 0.0
         size = tensor.untyped_storage().nbytes()
@@ -137,7 +137,7 @@ class OperationMeter:
         return scale * (min(size, tensor.numel() * tensor.element_size()) if view else size)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Count the whole storage of ``tensor``, which autograd keeps alive, and return ``tensor``."""
+        """Record that autograd keeps the storage of ``tensor`` for the backward pass; return ``tensor``."""
         storage = self.known(tensor)
         storage.kept_bytes = self.bytes_of(tensor, view=False)
         storage.keepers.add(len(self.stretches) - 1)
@@ -172,7 +172,7 @@ class OperationMeter:
     def _count_attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[tuple[Tensor, Storage]]
     ) -> None:
-        """Count a fused attention without torch's counter, which lacks CPU kernels and counts masked scores."""
+        """Count a fused attention; torch's counter would miss CPU kernels and count scores that a mask removes."""
         query, key, value = args[:3]
         place = 4 if "flash" in name else 6
         causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
