@@ -16,7 +16,7 @@ __all__ = ["Device", "configureSessionOptions", "getDevice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The number of this instance's device and of its virtual IPUs, for PopART programs.
+    """The index of this instance's device on its host and the number of the instance's virtual IPUs, for PopART.
 
     Attributes:
         id: Number of the device on its host.
