@@ -40,7 +40,7 @@ def register(clusters: ModuleType, announce: Callable[[], None]) -> None:
 
         @classmethod
         def is_env_present(cls) -> bool:
-            """Return whether this process is an instance of a job of poprun."""
+            """Whether this process is an instance of a job of poprun."""
             announce()
             if COORDINATOR not in os.environ:
                 return False

@@ -32,7 +32,7 @@ def has_trained_alone(
     excepthook: Callable[..., object],
     variables: Mapping[str, str],
 ) -> bool:
-    """Return whether this process seems to have trained, although nothing connected it to other processes."""
+    """Whether this process seems to have trained, although nothing connected it to other processes."""
     if _was_connected(modules, excepthook) or _CLUSTER in variables or '"ps"' in variables.get("TF_CONFIG", ""):
         return False
     checks = modules.get("popdist.step.checks.optimizer_checks")
@@ -44,7 +44,7 @@ def has_trained_alone(
 
 
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
-    """Return whether this process has made a torch optimizer, or is a torchrun that starts training processes."""
+    """Whether this process has made a torch optimizer, or is a torchrun that starts training processes."""
     if "torch.distributed.run" in modules:
         return not any(word.startswith(_NODES) for word in words)  # such a torchrun connects to torchruns
     optim = modules.get("torch.optim")
@@ -55,13 +55,13 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def _is_there(modules: Mapping[str, Any], name: str) -> bool:
-    """Return whether the real library ``name`` was imported, and not poptorch's substitute with this name."""
+    """Whether the real library ``name`` was imported, and not poptorch's substitute with this name."""
     spec = getattr(modules.get(name), "__spec__", None)
     return name in modules and getattr(spec, "origin", None) != "poptorch"
 
 
 def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:
-    """Return whether MPI, torch.distributed or another library than popdist has connected this process."""
+    """Whether MPI, torch.distributed or another library than popdist has connected this process."""
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
     if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
         return True

@@ -86,7 +86,7 @@ class StackReader:
         self.has_messages = False  # whether the last stack was in a pipeline or in a message
 
     def read(self, frame: FrameType | None) -> tuple[str, Place | None]:
-        """Return the stack's training phase, such as forward, and the program's innermost line there, or None."""
+        """Return the stack's training phase, and the program's innermost line; None without a program line."""
         found, place = "", None
         self.has_messages = False
         while frame is not None:
@@ -117,12 +117,12 @@ def phases_of(file: str) -> Phases:
 
 
 def is_own(file: str) -> bool:
-    """Return whether the source file ``file`` belongs to the program, and not to a library."""
+    """Whether the source file ``file`` belongs to the program, and not to a library."""
     return not file.startswith(_OWN_FOLDER) and not any(part in file for part in _LIBRARIES)
 
 
 def used_device() -> Any:
-    """Return torch's module for the accelerators that this program uses, such as torch.cuda, or None."""
+    """Return torch's module for the accelerators in use by this program, such as torch.cuda; None if none."""
     torch = sys.modules.get("torch")
     kinds = (getattr(torch, name, None) for name in ("cuda", "xpu"))
     return next((kind for kind in kinds if kind is not None and kind.is_initialized()), None)
@@ -169,7 +169,7 @@ class Collections:
 
 
 class LongForwards:
-    """The seconds of validation: forward passes that take over a second together between two optimizer steps."""
+    """The seconds of validation: data loading and forward passes of over 1 s without an optimizer step."""
 
     def __init__(self) -> None:
         self.long_seconds = 0.0
@@ -187,8 +187,8 @@ class LongForwards:
 
 
 class SlowLines:
-    """For each training phase, the source line at which most samples find the program's main thread; each sample
-    is a vote for a line. This class writes the winner on the progress page, memory that poprun reads.
+    """For each training phase, the source line at which samples find the program's main thread most often. The
+    class writes each new such line on the progress page, memory that poprun reads.
     """
 
     def __init__(self, page: int) -> None:
@@ -196,7 +196,7 @@ class SlowLines:
         self._favourites: dict[str, tuple[Place, int]] = {}
 
     def vote(self, phase: str, place: Place) -> None:
-        """Count ``place``, a program line, as a vote for ``phase``; write a new winner on the progress page."""
+        """Count a sample of ``phase`` at the line ``place``; write a new most common line on the progress page."""
         favourite, votes = self._favourites.get(phase, (place, 0))
         if favourite == place:
             self._favourites[phase] = (place, votes + 1)

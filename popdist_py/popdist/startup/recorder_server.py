@@ -25,7 +25,7 @@ OWN_LINE = b"WorkerServer.cpp"
 
 
 def start() -> int:
-    """Start torch's server that sends recorded collectives; return its socket's descriptor, or 0 without one."""
+    """Start torch's server of recorded collectives; return a descriptor of its socket, 0 if none is started."""
     if SOCKET_VARIABLE in os.environ or any(os.environ.get(name) == "0" for name in LENGTH_VARIABLES):
         return 0
     from torch.distributed.elastic.control_plane import worker_main

@@ -39,7 +39,7 @@ def begin(
     make_pause: Callable[[], AbstractContextManager[None]],
     used_device: Callable[[], Any],
 ) -> None:
-    """Prepare to record the training steps that the environment asks for; the recording needs torch's import."""
+    """Prepare to record the training steps that the environment asks for, once the program has imported torch."""
     settings = json.loads(os.environ[SETTINGS])
     try:
         if os.lstat(os.path.dirname(settings["file"])).st_uid != os.geteuid():
@@ -53,8 +53,8 @@ def begin(
 
 
 def ask_clock() -> list[int]:
-    """Return three times, to compare clocks: before asking poprun's agent process, its answer, after the answer.
-    The result belongs to the fastest of several answers; it is empty if no answer came.
+    """Return three times, to compare clocks: before a question to poprun's agent process, at the agent, after the
+    answer. Of several questions take the one with the fastest answer; return [] if no answer came.
     """
     import socket
 
@@ -149,13 +149,13 @@ class Recording:
         return self._seconds > 0.0 and time.monotonic() >= self._deadline_seconds
 
     def _is_own_thread(self) -> bool:
-        """Return whether this thread has begun the recording: torch crashes if another thread ends a profile."""
+        """Whether this thread has begun the recording: torch crashes if another thread ends a profile."""
         import threading
 
         return self._profile is not None and self._about["thread"] == threading.get_native_id()
 
     def _open(self) -> None:
-        """Start torch's profiler and the other records, unless the program runs a profiler of its own."""
+        """Start torch's profiler and the recording of waits, unless the program runs a profiler of its own."""
         import threading
 
         import torch.profiler as profilers
@@ -184,7 +184,7 @@ class Recording:
         self._shared[0] = 1
 
     def _close(self, problem: str = "") -> None:
-        """Stop torch's profiler and the other records, and write the recorded data to files."""
+        """Stop torch's profiler and the recording of waits, and write the recorded data to files."""
         profile, self._profile, self._shared[0] = self._profile, None, 0
         self._wait_for_device()
         self._about["ended_ns"] = time.time_ns()
@@ -224,7 +224,7 @@ class Recording:
             self._finish(PROFILES_ITSELF)
 
     def _finish(self, problem: str) -> None:
-        """Stop recording, and write the other values that poprun reads, such as ``problem``, to a file."""
+        """Stop recording, and write facts for poprun, such as the text ``problem``, to a file."""
         self._is_over = True
         if self._forward_hook is not None:  # because the hook would slow down every call of a module
             self._forward_hook.remove()
@@ -273,7 +273,7 @@ class Recording:
 
 
 def _loaded(frame: FrameType | None) -> str:
-    """Return the function that loads a sample in ``frame``, a DataLoader worker's stack; empty without one."""
+    """Return the function that loads a sample in ``frame``, a DataLoader worker's stack; "" if none loads."""
     from traceback import walk_stack
 
     above = ""
@@ -316,7 +316,7 @@ class ProgramsProfilers:
 
 
 def _with_note(method: Callable[..., Any], note: Callable[[object], None]) -> Callable[..., Any]:
-    """Return a method that first calls ``note`` with the method's object and then does the same as ``method``."""
+    """Return a method that first calls ``note`` with the method's object, and then works as ``method``."""
     from functools import wraps
 
     @wraps(method)
@@ -335,7 +335,7 @@ class Waits:
         self._waits: list[list[Any]] = []  # members (empty for all), number, text, begin and end
 
     def begin(self) -> None:
-        """Begin to record the waits, if the program uses popdist."""
+        """Begin to record popdist's waits for other instances, if the program uses popdist."""
         progress = sys.modules.get("popdist.ground.progress")
         if progress is None:
             return

@@ -40,7 +40,7 @@ FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
 
 
 def begin() -> None:
-    """Register poprun's functions in this Python, unless another living process of the program has done so."""
+    """Register poprun's functions in this process, unless another living process uses the same progress page."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
@@ -97,7 +97,7 @@ def tell_jax(clusters: ModuleType, page: int, signals: ModuleType) -> None:
 
 
 def serve_recorder(page: int, signals: ModuleType) -> None:
-    """Let poprun ask for the collectives that torch has recorded, and write them if the program fails."""
+    """Let poprun ask for the collectives that torch has recorded; write the collectives if the program fails."""
     import atexit
 
     atexit.register(leave_gloo_time, os.getpid())  # registered first, so called last
@@ -109,7 +109,7 @@ def serve_recorder(page: int, signals: ModuleType) -> None:
 
 
 def leave_gloo_time(pid: int) -> None:
-    """Wait 10 ms for gloo's threads, because they abort a process if they still run when Python ends."""
+    """Wait 10 ms so that gloo's threads can end, because they abort a process that ends before these threads."""
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     if is_initialized is not None and os.getpid() == pid and is_initialized():
         import time
@@ -223,7 +223,7 @@ def watch_ending(page: int) -> None:
 
 
 def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
-    """End a failed program before MPI_Finalize or JAX's shutdown, where it would wait for other instances.
+    """End a failed program before MPI_Finalize or JAX's shutdown, where the program would wait for others.
 
     This function runs after the functions that the program itself has registered, so that their output is printed.
     """
@@ -249,7 +249,7 @@ def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
 
 
 def is_in_jax_job() -> bool:
-    """Return whether JAX has connected this process to other processes."""
+    """Whether JAX has connected this process to other processes."""
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     return getattr(state, "client", None) is not None
 
@@ -264,7 +264,7 @@ def exit_status(code: object) -> int:
 
 
 def has_ended_program(error: BaseException | None) -> bool:
-    """Return whether the last printed exception ``error`` has ended the program, and was not printed otherwise."""
+    """Whether the exception ``error`` came out of the main module, and so has ended the program."""
     if error is None or error.__traceback__ is None:
         return False
     frame = error.__traceback__.tb_frame

@@ -32,7 +32,7 @@ _FIRST, _LAST = 40, 63
 
 
 def is_page(descriptor: int) -> bool:
-    """Return whether ``descriptor`` belongs to a progress page, the memory that poprun reads."""
+    """Whether ``descriptor`` belongs to a progress page, the memory that poprun reads."""
     try:
         return PAGE_NAME in os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -47,7 +47,7 @@ def announced_pid(descriptor: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process with the ID ``pid`` exists."""
+    """Whether a process with the ID ``pid`` exists."""
     return os.path.exists(f"/proc/{pid}")
 
 
@@ -76,7 +76,7 @@ def announce_jax(descriptor: int) -> None:
 
 
 def register(descriptor: int) -> int:
-    """Register a free signal at which this process writes its stacks to ``descriptor``; return the signal or 0."""
+    """Make a free signal write this process's stacks to ``descriptor``; return the signal, 0 if none is free."""
     signum = _free_signal()
     if signum:
         faulthandler.register(signum, file=descriptor, all_threads=True, chain=False)
@@ -91,7 +91,7 @@ def watch_crashes(descriptor: int) -> None:
 
 
 def catches(signum: int) -> bool:
-    """Return whether this process has a handler for the signal ``signum``; False for 0."""
+    """Whether this process has a handler for the signal ``signum``; False for 0."""
     return bool(signum) and bool(_masks(b"SigCgt:") >> (signum - 1) & 1)
 
 

@@ -37,12 +37,12 @@ _MACHINERY = "<frozen importlib._bootstrap>"
 
 
 class LastFinder:
-    """A finder of stand-in modules that answers only if no other finder in ``sys.meta_path`` has the module."""
+    """A finder of poptorch's substitutes for libraries such as horovod; Python asks this finder last."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a stand-in module that an import statement asks for; None in all other cases."""
+        """Return the spec of poptorch's substitute for the library ``name`` in an import statement, else None."""
         if name not in _SERVED:
             return None
         from importlib.machinery import ModuleSpec
@@ -64,7 +64,7 @@ class LastFinder:
 
 
 class _Loader:
-    """A loader that fills a stand-in module with the public names of a module of poptorch."""
+    """A loader that fills a library's substitute with the public names of a module of poptorch."""
 
     def create_module(self, _spec: ModuleSpec) -> None:
         """Return None, so that Python makes the module itself."""
@@ -78,7 +78,7 @@ class _Loader:
 
 
 def _is_from_import(finder_frame: FrameType | None) -> bool:
-    """Return whether an import statement calls the finder, and not ``importlib.util.find_spec``."""
+    """Whether an import statement calls the finder, and not ``importlib.util.find_spec``."""
     frame = None if finder_frame is None else finder_frame.f_back
     if frame is None or frame.f_code.co_filename != _MACHINERY:
         return False
@@ -88,7 +88,7 @@ def _is_from_import(finder_frame: FrameType | None) -> bool:
 
 
 def _is_poptorch_here() -> bool:
-    """Return whether poptorch can be imported in this Python."""
+    """Whether poptorch can be imported in this Python."""
     if "poptorch" in sys.modules:
         return True
     from importlib.util import find_spec
@@ -97,6 +97,6 @@ def _is_poptorch_here() -> bool:
 
 
 def begin() -> None:
-    """Add the finder of stand-ins to ``sys.meta_path``, unless such a finder is there."""
+    """Add the finder of poptorch's substitutes to ``sys.meta_path``, unless such a finder is there already."""
     if not any(type(finder).__name__ == LastFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.append(LastFinder())
