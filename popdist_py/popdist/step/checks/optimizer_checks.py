@@ -31,7 +31,7 @@ from popdist.step.training.step import joint_modules, lost_steps, modules_in, re
 
 @cache
 def install() -> None:
-    """Check the steps of all optimizers of torch from now on."""
+    """Make every optimizer of torch check its parameters and gradients before each step, from now on."""
     register_optimizer_step_pre_hook(_check_optimizer_step)
     remember_wrappers()
 
@@ -62,7 +62,7 @@ def reserve(parameters: Iterable[Parameter], owner: object) -> None:
 def _check_optimizer_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check an optimizer's step at its beginning; a closure's gradients are checked after each of its calls."""
+    """Raise an error if an optimizer may not step now; check a closure's gradients after each of its calls."""
     makes_gradients = closure_of(args, kwargs) is not None
     if _shared:
         _refuse_shared(optimizer)
@@ -77,14 +77,14 @@ def _check_optimizer_step(
 
 
 def _check_gradients(optimizer: Optimizer) -> None:
-    """Check the gradients that a step of ``optimizer`` will use."""
+    """Raise an error if the optimizer's gradients differ between instances, or come from this instance alone."""
     _compare_gradients(optimizer)
     _refuse_lone_gradients(optimizer)
 
 
 @dataclass(slots=True)
 class LoneSteps:
-    """The number of optimizer steps that used gradients of this instance alone, perhaps by intention."""
+    """The number of optimizer steps with gradients of this instance alone, which a program may do on purpose."""
 
     number: int = 0
 
@@ -224,8 +224,8 @@ def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class _Comparison:
-    """The last comparison of an optimizer's parameters with the parameters of all wrapped models: the numbers of
-    parameters and models at that time, and the optimizer's steps since then.
+    """The last check that all parameters of an optimizer are in wrapped models: the numbers of parameters and of
+    models at that time, and the optimizer's steps since then.
     """
 
     sizes: tuple[int, int] = (0, 0)
@@ -236,7 +236,7 @@ _compared: Final[weakref.WeakKeyDictionary[Optimizer, _Comparison]] = weakref.We
 
 
 def _check_all_are_wrapped(optimizer: Optimizer) -> None:
-    """Check that an optimizer of wrapped models updates no parameter that is outside of all wrapped models."""
+    """Raise OptimizerError if an optimizer of wrapped models also updates a parameter outside of these models."""
     sizes = sum(len(group["params"]) for group in optimizer.param_groups), len(reduced_modules)
     known = _compared.get(optimizer)
     if known is None or known.sizes != sizes:
@@ -275,7 +275,7 @@ def _unreduced(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
 
 def _compare_gradients(optimizer: Optimizer) -> None:
-    """Check that gradients which popdist has not reduced are equal on all instances, if the step is checked."""
+    """Raise GradientError in a checked step if gradients not reduced by popdist differ between instances."""
     if not context.is_initialized() or (number := context.environment().contract.layout.num_instances) == 1:
         return
     group = context.data_parallel_group()

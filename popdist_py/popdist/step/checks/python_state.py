@@ -167,7 +167,7 @@ _faults: Final[list[str]] = []
 
 
 def next_fault() -> str | None:
-    """Return the first fault since the last call as text, and discard later faults; None if there is no fault."""
+    """Return the text of the first fault in a forward pass since the last call, else None; discard all faults."""
     fault = next(iter(_faults), None)
     _faults.clear()
     return fault

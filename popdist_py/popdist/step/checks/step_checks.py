@@ -44,7 +44,7 @@ EVERY: Final = 100
 
 
 def is_checked(number: int) -> bool:
-    """Whether the checks that cost time are made in a model's step ``number``, counted from 1."""
+    """Whether a model's step ``number`` (from 1) makes the slow checks: the first 3 steps, then every 100th."""
     return number <= NUM_FIRST or number % EVERY == 0
 
 
@@ -74,7 +74,7 @@ _MOST_NUMBERS: Final = 4096
 
 @cache
 def install() -> None:
-    """Check the steps of all models from now on."""
+    """Make all models compare instances and watch forward passes in their steps, from now on."""
     ModelSteps.make_checks = _make_checks
 
 
@@ -153,8 +153,8 @@ class WrittenWeights:
         self._before: int | None = None
 
     def since_before(self) -> int:
-        """Return a digest of how often the weights were written since the last call. Return 0 at the first call,
-        and after the digest has three times caused a comparison that found equal weights.
+        """Return a digest of the number of writes to the weights since the last call, and of learning rates.
+        Return 0 at the first call, and after three comparisons that the digest caused have found equal weights.
         """
         if self.num_useless_comparisons == _MOST_USELESS_COMPARISONS:
             return 0
@@ -174,7 +174,7 @@ class UncheckedStep(StepChecks):
         self.writes = writes
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
-        """Compare the weights if ``writes`` differ; raise WeightsError on every instance if weights differ."""
+        """Compare weights if the instances' ``writes`` differ; raise WeightsError on all if weights differ."""
         if len(set(writes)) > 1:
             sums = sum_parameters(self._written.module)
             exchange = group.start("compare weights that were not written alike", [sums.word])
@@ -188,7 +188,7 @@ class UncheckedStep(StepChecks):
 
 
 class CheckedStep(StepChecks):
-    """A step in which the instances compare weights, samples, passes over loaders, and buffers."""
+    """A step that compares weights, samples and passes over loaders between instances, and watches buffers."""
 
     is_on = True
 
@@ -214,11 +214,11 @@ class CheckedStep(StepChecks):
     def compare_weights(
         self, group: Group, checksums: Sequence[int], timeout_seconds: float | None = None
     ) -> None:
-        """Raise WeightsError on every instance if weights differ; name the first parameter that differs."""
+        """Raise WeightsError on all instances if their weights differ; the error names the first such tensor."""
         compare_weights(group, checksums, self._sums, timeout_seconds)
 
     def compare_batches(self, group: Group, headers: Sequence[BeginHeader]) -> None:
-        """Warn if instances have the same samples, or if only some instances read a loader."""
+        """Warn if instances have equal samples, or if some instances have read loaders more often than others."""
         own = headers[group.instances.index(group.backend.instance_index)]
         _warn_of_equal(group, [header.digest for header in headers])
         passes = [header.num_loader_passes for header in headers if header.epoch != NOT_DEALT]
@@ -237,7 +237,7 @@ class CheckedStep(StepChecks):
             _warn_of_equal(group, [it for (it,) in group.start("compare the samples", [self.inputs]).wait()])
 
     def fault(self) -> str | None:
-        """Return a text about a fault of a forward pass or a parameter written in this step; None if no fault."""
+        """Return a text about a fault in a forward pass or a parameter written in a micro batch; else None."""
         if found := next_fault():
             return found
         place = None if self._sums is None else self._sums.first_change()
@@ -251,12 +251,12 @@ class CheckedStep(StepChecks):
         return None if self._others is None else self._others.fault()
 
     def begin_loop(self) -> None:
-        """Begin to watch the buffers of modules outside of all wrapped models: only on instance 0, in step 1."""
+        """Begin to watch buffers outside of all wrapped models for changes, but only in step 1 on instance 0."""
         if self._is_first and self._sums is not None and context.instance_index() == 0:
             self._buffers = UntrackedBuffers()
 
     def end_loop(self, *, is_complete: bool) -> None:
-        """Stop watching buffers; after a complete loop, warn of the buffers that have changed."""
+        """Stop watching the buffers outside of wrapped models; after a complete loop, warn of changed buffers."""
         if self._buffers is not None:
             self._buffers.close(warns=is_complete)
 

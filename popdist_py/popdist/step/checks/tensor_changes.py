@@ -34,11 +34,11 @@ class ParameterSums:
 
     @property
     def word(self) -> int:
-        """A 64-bit digest of all these checksums, which is never 0."""
+        """A 64-bit digest of all tensors' checksums in this object; never 0, which stands for no digest."""
         return _word(self.sums) or 1
 
     def first_change(self) -> int | None:
-        """Return the position of the first parameter that has changed; None if no parameter has changed."""
+        """Return the position of the first tensor changed since the checksums were made; None if none changed."""
         pairs = zip(self.sums, sums_of(self.parameters), strict=True)
         return next((i for i, (before, now) in enumerate(pairs) if before != now), None)
 
@@ -58,7 +58,7 @@ def sum_tensors(named: Iterable[tuple[str, Tensor]]) -> ParameterSums:
 def compare_weights(
     group: Group, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> None:
-    """Raise WeightsError on every instance if weights differ; name the first parameter that differs."""
+    """Raise WeightsError on all instances if their weights differ; the error names the first such parameter."""
     difference = find_difference(group, "weights", words, own, timeout_seconds)
     if difference is not None:
         raise WeightsError(
@@ -101,7 +101,7 @@ def compare_copies(module: nn.Module) -> None:
 def find_difference(
     group: Group, noun: str, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> str | None:
-    """Return a text with the first tensor that differs, and with its instances; None if no tensor differs.
+    """Return a text with the first tensor that differs and the instances where it differs; None if none does.
 
     Every instance must call the function.
     """
@@ -144,7 +144,7 @@ def is_comparable(parameter: Tensor) -> bool:
 
 
 def _word_of_cut(parameter: Any) -> int:
-    """Return a 64-bit checksum of the whole shape and of the placements of a DTensor."""
+    """Return a 64-bit checksum of the global shape and of the placements of the DTensor ``parameter``."""
     return _digest(f"{tuple(parameter.shape)} {parameter.placements}".encode())
 
 
@@ -160,13 +160,13 @@ def _digest(content: bytes) -> int:
 
 
 class OtherParameters:
-    """The checksums of other wrapped models' parameters, from the beginning of a model's step."""
+    """The checksums of the parameters of other wrapped models, to find writes to them in a model's step."""
 
     def __init__(self, module: nn.Module, others: Iterable[nn.Module]) -> None:
         self._sums = sum_tensors(_other_parameters(module, others))
 
     def fault(self) -> str | None:
-        """Return, as text, the first parameter written since the step began; None if no parameter was written."""
+        """Return a text about the first other model's parameter written since the step began; None if none was."""
         place = self._sums.first_change()
         if place is None:
             return None
