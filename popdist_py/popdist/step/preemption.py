@@ -188,7 +188,7 @@ def _leave_if_preempted() -> None:
 
 
 def _is_for_all() -> bool:
-    """Whether all instances are at this place of the program, and know that one of them has got a signal."""
+    """Whether all instances make this check after the same step, and know that one of them has got a signal."""
     notice, contract = context.notice(), context.environment().contract
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -202,7 +202,7 @@ def _is_for_all() -> bool:
 
 
 def _end(*, has_failed: bool) -> None:
-    """Send all instances whether the program's function failed here; if not, wait until all have succeeded."""
+    """Send all instances that the program's function failed here; without failure, wait until all succeed."""
     if not context.is_initialized():
         return
     group, text = context.current_group(), "the end of on_preemption"
