@@ -95,7 +95,7 @@ class GroupedNorm:
 
 
 def _array_of(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
-    """Return one flat array of the elements of ``tensors``, followed by ``numbers``."""
+    """Return the elements of ``tensors`` and then ``numbers`` as one flat array, which replicas can exchange."""
     return np.concatenate([*(it.cpu().numpy() for it in tensors), numbers], dtype=np.float64)
 
 
@@ -110,7 +110,7 @@ def _pooled(values: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
 
 
 class _Normalise(torch.autograd.Function):
-    """A BatchNorm layer over the samples of a group; all replicas of the group run its two passes together."""
+    """A BatchNorm layer over a group's samples: the group's replicas run its forward and backward together."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of this replica's samples, weight and bias, from the losses of all replicas."""
+        """Return gradients: of ``x`` by all losses of the group, and of weight and bias by this replica's loss."""
         x, weight, mean, variance = ctx.saved_tensors
         norm, turn, wide = ctx.norm, ctx.turn, mean.dtype
         eps, dtype = norm.layer.eps, x.dtype
@@ -187,7 +187,7 @@ def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def group_norms(module: nn.Module, size: int) -> None:
-    """Make the BatchNorm layers of ``module`` normalise over groups of ``size`` replicas; 1 changes nothing."""
+    """Make the BatchNorm layers of ``module`` normalise over ``size`` replicas together; 1 changes nothing."""
     model = type(module).__name__
     for path, layer in module.named_modules():
         if not isinstance(layer, BatchNorm):
@@ -263,7 +263,7 @@ def update_bn(loader: Iterable[Nest], model: nn.Module, device: torch.device | i
 
 @contextmanager
 def _calibrating(model: nn.Module, norms: list[BatchNorm]) -> Iterator[None]:
-    """A context in which ``model`` is in training mode, and its statistics become the mean over all batches."""
+    """A context in which ``model`` is in training mode and its BatchNorm statistics are means over batches."""
     modes = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
     model.train()
@@ -326,7 +326,7 @@ class _Passes:
 
 
 def _check(group: Group, failed: list[int]) -> None:
-    """Raise MicroBatchError if instances have ``failed``; first wait, so that their own errors come first."""
+    """Raise MicroBatchError if instances have ``failed``, after a wait in which their own errors can appear."""
     if failed:
         wait_for_first_error()
         raise MicroBatchError(

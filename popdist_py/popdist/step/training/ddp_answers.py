@@ -64,7 +64,7 @@ _WRAPPERS: Final = {
 
 
 def refuse_options(options: Mapping[str, object]) -> None:
-    """Raise WeightsError for an option of DistributedDataParallel; raise TypeError for any other option."""
+    """Raise TypeError if torch's DDP has no such option, otherwise WeightsError; do nothing without options."""
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"ReplicatedModel.__init__() got an unexpected keyword argument {name!r}")

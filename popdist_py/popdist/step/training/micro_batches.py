@@ -62,7 +62,7 @@ def _size_of_tensors(tensors: Sequence[Any]) -> int | None:
 
 
 def slice_batch(batch: Nest, samples: range) -> Nest:
-    """Return the ``samples`` of ``batch`` in the same nested containers; the tensors are views."""
+    """Return the samples of ``batch`` at the positions ``samples``, in the same containers; tensors are views."""
 
     def cut(nest: Nest) -> Nest:
         if isinstance(nest, torch.Tensor) or is_list_of_strings(nest):
@@ -73,7 +73,7 @@ def slice_batch(batch: Nest, samples: range) -> Nest:
 
 
 def to_device(nest: Nest, device: torch.device) -> Nest:
-    """Return ``nest``, nested containers, with all tensors and other objects that have ``to`` on ``device``."""
+    """Return the nested containers ``nest`` with all tensors, and objects that have ``to``, on ``device``."""
     if isinstance(nest, torch.Tensor):
         return _aligned(nest if nest.device == device else nest.to(device, non_blocking=device.type != "cpu"))
     if type(nest) in (tuple, list):
@@ -221,13 +221,13 @@ def split_batch(
 
 
 def batches_of_loaders(batch: Nest) -> tuple[Any, ...]:
-    """Return ``batch``, or its items if it is a tuple or list; () unless popdist's loaders have made them all."""
+    """Return the batches in ``batch`` (one, a tuple or a list); () unless popdist's loaders have made them all."""
     batches = tuple(batch) if type(batch) in (tuple, list) else (batch,)
     return batches if all(hasattr(it, "micro_batches") for it in batches) else ()
 
 
 def accumulation_of(batch: Nest, num_replicas: int, accumulation: int) -> int:
-    """Return the micro batches per replica: ``accumulation``, or if it is 1, the number in a loader's batch."""
+    """Return each replica's number of micro batches: ``accumulation``, or if 1, the number in a loader's batch."""
     dealt = batches_of_loaders(batch)
     return max(1, len(dealt[0].micro_batches) // num_replicas) if dealt and accumulation == 1 else accumulation
 
@@ -281,7 +281,7 @@ def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest],
 
 
 def _size(content: Nest, *, is_weighed: bool) -> int:
-    """Return the number of samples in a micro batch; 0 for None. If ``is_weighed``, return 1 for any number."""
+    """Return the number of samples in a micro batch; 0 for None, and 1 for all else if weights were given."""
     if content is None:
         return 0
     return 1 if is_weighed else count_samples(content)

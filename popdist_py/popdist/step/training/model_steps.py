@@ -57,7 +57,7 @@ _numbers: Final = count(1)
 
 
 def _next_label() -> str | None:
-    """Return a name for the next model, equal on all instances; None if not all instances make the model."""
+    """Return the next model's label, a number equal on all instances; None if only some make the model."""
     is_everywhere = (
         len(context.data_parallel_group().instances) == context.environment().contract.layout.num_instances
     )
@@ -112,12 +112,12 @@ class ModelSteps:
         self._register_on_all_instances()
 
     def _register_on_all_instances(self) -> None:
-        """Record that every instance has made this model. A copy that one instance makes has no such record."""
+        """Record that all instances have made this model; a copy made on one instance alone is not recorded."""
         self._is_joint = True
         joint_modules[self] = self._state.reference
 
     def _prepare(self) -> None:
-        """Make the attributes that every copy of this object makes itself and does not take from the original."""
+        """Make the attributes that a copy of this object must not share with the original, such as the step."""
         watch_optimizers()
         watch_scalers()
         if self.layout.num_replicas > 1:
@@ -300,7 +300,7 @@ class ModelSteps:
         return self._step_of(keeper, checks, old, accumulation)
 
     def _step_of(self, keeper: GradientKeeper, checks: StepChecks, old: OldGradients, accumulation: int) -> Step:
-        """Make the object of a new step; ``keeper`` adds the step's gradients, and stores or applies them."""
+        """Return the object of a new step; the object ``keeper`` adds gradients, and stores or applies them."""
         buffers = self.buffers if self.layout.num_replicas > 1 else None
         group = context.data_parallel_group()
         agreement = StepAgreement(group, self.layout, keeper, buffers, checks, old)
@@ -362,7 +362,7 @@ class ModelSteps:
             step.checks.end_loop(is_complete=is_complete)
 
     def _refuse(self, accumulation: int, refusal: float, *, add: bool) -> None:
-        """Refuse a new step: abandon the open step, remove all gradients, and tell all other instances."""
+        """Begin no step: abandon the open one, remove all gradients, and send ``refusal`` to all instances."""
         self.abandon()
         self.gradients.remove()
         refuse_step(context.data_parallel_group(), accumulation, refusal, add=add)

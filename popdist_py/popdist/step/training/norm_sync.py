@@ -111,7 +111,7 @@ class GroupSync:
             self.is_over = True
 
     def values(self) -> GroupValues:
-        """Return the arrays that all replicas of the batch norm group passed to the last exchange, in order."""
+        """Return the arrays of the last exchange, one from each replica of the batch norm group, by replica."""
         self.check()
         return self._found
 
@@ -121,7 +121,7 @@ class GroupSync:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
     def abandon(self) -> None:
-        """Tell the group's other instances, if they may still wait, that this one has left. Never raises."""
+        """Tell the group's other instances, if they may wait, that this instance has left. Never raises."""
         if not self.is_over:
             points = dict.fromkeys(self.local, LEFT)
             self.is_over = True
@@ -168,7 +168,7 @@ def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
 
 
 def _first_and_first_other(points: Mapping[int, SyncPoint]) -> list[int]:
-    """Return the first replica, and also the first replica that waits at another point, if there is one."""
+    """Return the first replica in ``points``, and the first replica that waits at a different point, if any."""
     first = min(points)
     others = [it for it in sorted(points) if points[it] != points[first]]
     return [first, *others[:1]]
@@ -200,7 +200,7 @@ def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormTurn:
-    """The data that batch norm layers need about the replica that computes now."""
+    """The replica that computes now, and the exchanges of its batch norm group, which batch norm layers use."""
 
     size: int
     replica: int
@@ -301,19 +301,19 @@ class NormGroups:
         return self._parts[instances]
 
     def turn(self, index: int) -> NormTurn:
-        """Return a context for batch norm layers in micro batch ``index``; the instance must have one replica."""
+        """Return a context for batch norm layers in micro batch ``index`` of the only replica of this instance."""
         part = self.plan[index]
         return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 
     def abandon(self) -> None:
-        """Tell all instances that may wait for this instance that it has left the step. Never raises."""
+        """Tell all instances that may wait for this instance that this instance has left. Never raises."""
         for part in self.plan:
             part.sync.abandon()
         self.plan = []
 
 
 def check_group_size(size: object, num_replicas: int) -> int:
-    """Check that groups of ``size`` replicas can share batch norm statistics; return ``size`` as an int."""
+    """Return the size of batch norm groups as int; raise BatchError unless it divides the number of replicas."""
     size = whole_number("batch_norm_group_size", size, BatchError)
     if num_replicas % size:
         fitting = [it for it in range(1, num_replicas + 1) if num_replicas % it == 0]

@@ -67,7 +67,7 @@ class AutomaticReduction:
         reduced_modules[self] = weakref.ref(module)
 
     def watch(self) -> None:
-        """Register hooks on all parameters, also on new and frozen ones, that notice each new gradient."""
+        """Register hooks that notice each new gradient of all parameters, also of new and frozen parameters."""
         if self.is_computing or not self.is_watchful:
             return
         for parameter in self.module.parameters():
@@ -137,7 +137,7 @@ class AutomaticReduction:
                 _suspended.discard(self)
 
     def notice_gradient(self, parameter: Tensor) -> None:
-        """Handle the gradient just accumulated in ``parameter.grad``, even by a backward pass outside steps."""
+        """Add the new gradient in ``parameter.grad`` to the open micro batch; without one, plan its reduction."""
         if self.is_computing:
             if self.step is not None:
                 self.step.add_gradient(parameter)
@@ -197,7 +197,7 @@ _suspended: Final[set[AutomaticReduction]] = set()
 
 
 def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
-    """Register a hook that calls ``method``, while its object exists, for each new gradient of ``parameter``."""
+    """Register a hook that calls ``method`` for each new gradient of ``parameter``, while its owner exists."""
 
     def call(parameter: Tensor) -> None:
         found = method()
@@ -234,7 +234,7 @@ _known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.We
 
 
 def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean") -> None:
-    """Replace each ``.grad`` of ``module`` by the mean or sum over all instances, between backward and step.
+    """Replace each ``.grad`` of ``module`` by the mean (or sum, see ``op``) over all instances, after backward().
 
     For jobs with one replica in each instance; every instance has the same weight, whatever the size of its batch.
     A parameter that some instances did not use counts as zeros there; if no instance used the parameter, ``.grad``

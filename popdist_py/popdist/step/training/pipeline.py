@@ -70,7 +70,7 @@ class Pipeline:
         return max(1, number // self.num_micro_batches) if number > 1 else accumulation
 
     def split(self, num_local_replicas: int, accumulation: int, arguments: Arguments | None) -> Split:
-        """Return a function that divides a batch into runs of the schedule, replica by replica."""
+        """Return a function that divides a batch into runs of the schedule, in the order of local replicas."""
         return partial(self._runs, num_local_replicas, accumulation, arguments or _inputs_and_target)
 
     def _runs(
@@ -106,7 +106,7 @@ class Pipeline:
         return runs
 
     def _check_forms(self, run: PipelineRun) -> None:
-        """Raise BatchError if tensors have other shapes than in the first run: stages allocate memory once."""
+        """Raise BatchError if shapes differ from the first run's, for which torch's stages allocate memory."""
         forms = [_form(it) for it in (*run.inputs, *run.keywords.values()) if isinstance(it, Tensor)]
         has_own_forms = torch.is_grad_enabled() or not is_older_than(2, 13)  # for passes without gradients
         expected = self._forms.setdefault(torch.is_grad_enabled() if has_own_forms else True, forms)
@@ -155,7 +155,7 @@ class Pipeline:
             raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
 
     def losses(self, runs: Sequence[Sequence[Tensor]], number: int, *, share: bool) -> Tensor | None:
-        """Return the losses of ``number`` micro batches; None without ``share`` if the last stage is elsewhere."""
+        """Return the losses of ``number`` micro batches; None if another instance has them and not ``share``."""
         if self._is_last:
             found = torch.stack([loss.double() for losses in runs for loss in losses])
         elif share:
@@ -169,7 +169,7 @@ class Pipeline:
 
 @contextmanager
 def _learning_aside(stages: Iterable[Any]) -> Iterator[None]:
-    """A context in which torch may run ``stages`` to learn shapes and change no buffer and no random state."""
+    """A context in which torch learns shapes by running ``stages``, without change of buffers or random states."""
     with ExitStack() as attributes, ExitStack() as aside:
         aside.callback(remember_states())
         for stage in stages:
@@ -222,7 +222,7 @@ def pipeline_of(known: Pipelines, schedule: object, module: nn.Module) -> Pipeli
 
 
 def _check_places(parts: PipelineParts, contract: Contract) -> None:
-    """Check that the stages are on the instances of this replica, with equal numbers on each instance."""
+    """Raise BatchError unless the stages are on this replica's instances, with equally many on each instance."""
     stages, sharing, place = parts.stages, contract.parallelism, contract.replica_part
     ranks = dist.get_process_group_ranks(stages[0].group)
     first = place.replica * sharing.instances_per_replica
@@ -248,7 +248,7 @@ def _check_places(parts: PipelineParts, contract: Contract) -> None:
 
 
 def _check_weights(parts: PipelineParts, module: nn.Module) -> None:
-    """Check that the stages' parameters belong to the model, and that no other stage has them."""
+    """Raise WeightsError unless the stages' parameters are in the model, and each in one stage only."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for stage in parts.stages:
         where = f"stage {stage.stage_index} of {stage.num_stages}"
@@ -285,7 +285,7 @@ def _inputs_and_target(content: Nest) -> tuple[Sequence[Any], Mapping[str, Any],
 
 
 def _joined(run_arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any], Tensor]]) -> PipelineRun:
-    """Return one run with the samples of all arguments in ``run_arguments``; the schedule cuts the run again."""
+    """Return one run with the samples of all ``run_arguments``, which torch's schedule cuts into micro batches."""
     inputs, keywords, targets = zip(*run_arguments, strict=True)
     return PipelineRun(
         inputs=tuple(map(_join, zip(*inputs, strict=True))),

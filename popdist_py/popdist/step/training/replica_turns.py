@@ -107,7 +107,7 @@ class Turns:
 
 
 class ThreadModes:
-    """The modes of torch in the thread that makes this object, for use in other threads."""
+    """Torch's modes (such as autocast and no_grad) of the thread that makes this object, for other threads."""
 
     def __init__(self) -> None:
         self._is_grad_enabled = torch.is_grad_enabled()
@@ -124,7 +124,7 @@ class ThreadModes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which this thread has the recorded modes, and itself runs all of its backward passes."""
+        """A context in which this thread has the recorded modes, and its backward passes use no other thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
@@ -159,7 +159,7 @@ class ReplicaTurns(Generic[R]):
     def run_all(
         self, groups: NormGroups, bodies: Sequence[Callable[[], R] | None], weights: Sequence[float]
     ) -> list[R]:
-        """Call ``bodies``, one function per micro batch (None without samples); return their results in order."""
+        """Call the function of each micro batch (None if it has no samples); return all results in order."""
         found: dict[int, R] = {}
         first, accumulation = groups.plan[0].replicas.start, self._step.accumulation
         for part in groups.plan:

@@ -301,7 +301,7 @@ class ReplicatedModel(WrappingModel):
         return self._model_steps.micro_batch(index, weight, accumulation)
 
     def reduce_gradients(self, reduction: MeanOrSum = "mean", *, add: bool = False) -> None:
-        """End a step: set each ``.grad`` to the mean or sum over all replicas, and make buffers equal.
+        """End a step: set ``.grad`` to the mean or sum (see ``reduction``) over all replicas; make buffers equal.
 
         Micro batches that were left out count as empty. Every instance must call this, even without a micro batch.
 
@@ -324,7 +324,7 @@ class ReplicatedModel(WrappingModel):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which ``backward()`` outside the loop does not reduce this instance's gradients.
+        """Return a context in which ``backward()`` outside of micro batches leaves gradients unreduced.
 
         As under DistributedDataParallel, the next backward pass outside the context reduces them. Use the context
         also if this model's gradients play no part, as for a discriminator while its generator is trained.
@@ -355,6 +355,6 @@ class ReplicatedModel(WrappingModel):
 
 
 def _inside_another_module(_model: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: object) -> None:
-    """Rename the model's keys in ``state_dict`` to contain ``module.`` before an outer module loads them."""
+    """Put ``module.`` into the model's keys in ``state_dict``, before a module around the model loads it."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

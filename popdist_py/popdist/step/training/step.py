@@ -67,7 +67,7 @@ class Step:
         self.agreement.weight_scale()
 
     def begin_micro_batch(self, index: int, weight: float) -> int:
-        """Begin micro batch ``index``; return its replica's index in the job. Skipped micro batches are empty."""
+        """Begin micro batch ``index``, counting skipped ones as empty; return its replica's index in the job."""
         num_local_replicas = self._layout.num_local_replicas
         if not self._position <= index < num_local_replicas * self.accumulation:
             raise _out_of_order(index, self._position, num_local_replicas, self.accumulation)
@@ -76,7 +76,7 @@ class Step:
         return self._first + self._position // self.accumulation
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Handle the gradient that was just accumulated in ``parameter.grad``."""
+        """Give the gradient just accumulated in ``parameter.grad`` to the step's sum, if the sum waits for it."""
         if id(parameter) in self.keeper.awaited:
             self.keeper.add_gradient(parameter)
 
@@ -108,7 +108,7 @@ class Step:
         self._buffers.end_step()
 
     def abandon(self) -> None:
-        """Discard the step's gradients, and tell this to the instances that wait for the step. Never raises."""
+        """Discard the step's gradients, and inform the instances that wait for this step. Never raises."""
         self.keeper.clear()
         self._buffers.undo()
         self._buffers.end_step()
@@ -120,7 +120,7 @@ class Step:
             self._add_to_replica(0.0, has_run=False)
 
     def _add_to_replica(self, weight: float, *, has_run: bool) -> None:
-        """Add a micro batch's weight to its replica's weight; when this is complete, add it to the job's sum."""
+        """Add a micro batch's weight to its replica's; after the last, add the replica's weight to the job's."""
         replica = self._position // self.accumulation
         self._position += 1
         if self.accumulation > 1:
@@ -153,7 +153,7 @@ def _out_of_order(index: int, position: int, num_local_replicas: int, accumulati
 
 
 def raise_not_finite_of_parts(found: NotFinite | None, gradients: GradientLayout) -> None:
-    """Raise GradientError on all instances if one has ``found`` NaN or infinity and instances share replicas."""
+    """Raise GradientError on all instances if one has found NaN or infinity, and instances share a replica."""
     if not context.environment().contract.parallelism.is_shared:
         return
     group, fault = context.current_group(), "" if found is None else str(not_finite_error(found, gradients))
@@ -177,7 +177,7 @@ class LoneStep:
         self._weight: float | None = None
 
     def begin(self, heaviest: float, _reduction: MeanOrSum, _position: BatchPosition, *, add: bool) -> None:
-        """Raise BatchError if the micro batch has weight 0; drop or refuse older gradients unless ``add``."""
+        """Raise BatchError if the weight is 0; without ``add``, GradientError if old gradients are unused."""
         self._drop_old_unless_added(add=add)
         if not heaviest:
             raise BatchError(NO_SAMPLES)
@@ -190,14 +190,14 @@ class LoneStep:
         return 0
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Leave the gradient in ``parameter.grad``, because no other gradient is added to it."""
+        """Leave the gradient in ``parameter.grad``, because this step adds no other gradient."""
 
     def add(self, weight: float) -> None:
         """Record the weight of the micro batch; its gradient stays in ``.grad``."""
         self._weight = weight
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
-        """Leave each ``.grad`` unchanged for a mean; for a sum, multiply it by the micro batch's weight."""
+        """Leave each ``.grad`` unchanged for a mean; for a sum, multiply gradients by the micro batch's weight."""
         self._drop_old_unless_added(add=add)
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
@@ -301,7 +301,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _share_infinity(parameters: Sequence[Tensor]) -> None:
-    """Make all gradients NaN if any part of the model has NaN or infinity. All instances must call this."""
+    """Make the gradients NaN on every instance if one instance has NaN or infinity; all must call this."""
     joint = {id(it) for module in modules_in(joint_modules) for it in module.parameters()}
     if joint.isdisjoint(map(id, parameters)):
         return

@@ -98,7 +98,7 @@ class WrappingModel(nn.Module):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the module; raise WeightsError for weights and attributes that popdist replaces."""
+        """Set an attribute of the wrapped module; raise WeightsError for a module, parameter or DDP attribute."""
         if "_model_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif isinstance(value, nn.Module | Parameter) or name == "module":
