@@ -15,7 +15,7 @@ Config = TypeVar("Config")
 def set_ipu_config(
     config: Config, ipus_per_replica: int | None = None, *, configure_device: bool = True
 ) -> Config:
-    """Make this instance's GPUs visible to TensorFlow, and write the instance's place in the job into ``config``.
+    """Make only this instance's GPUs visible to TensorFlow; write its index and the job's size into ``config``.
 
     Args:
         config: Any object. ``select_ipus`` and ``experimental.multi_replica_distribution``, which an ``IPUConfig``
@@ -51,7 +51,7 @@ class PopDistStrategy(tf.distribute.MultiWorkerMirroredStrategy):  # type: ignor
 
 
 def allreduce(value: Any, reduce_op: Literal["SUM", "MEAN"] = "SUM") -> Any:
-    """Return the sum or the mean of ``value`` over all instances; every instance gets the result.
+    """Return the sum of ``value`` over all instances, or with ``"MEAN"`` the mean, on every instance.
 
     Args:
         value: A tensor, or a value that TensorFlow converts to a tensor; of the same shape and dtype on every
