@@ -183,7 +183,7 @@ def _digest(mask: int, *others: object) -> int:
 
 @lru_cache(maxsize=64)
 def _only(used: int) -> StepChanges:
-    """Return the changes of a step that used the parameters in the mask ``used`` and changed no buffer."""
+    """Return the record of a step in which only parameters were used (bits of ``used``), and no buffer changed."""
     return StepChanges(mask=used)
 
 

@@ -27,7 +27,7 @@ _ON_LISTS: Final = "_foreach_"
 
 
 class _Source:
-    """The function that reads a gradient's elements, and the recorded changes to these elements."""
+    """The source of a stored gradient: a function that reads the gradient, and changes to apply after a read."""
 
     def __init__(self, title: str, read: Callable[[], Tensor] | None, *, may_change: bool = True) -> None:
         self.title = title

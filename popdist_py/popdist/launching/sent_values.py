@@ -39,7 +39,7 @@ class Call:
 
     @classmethod
     def of(cls, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Self:
-        """Make the call ``fn(*args, **kwargs)``. Raise LaunchError if ``fn`` or an argument cannot be sent."""
+        """Pickle the call ``fn(*args, **kwargs)`` for instances. Raise LaunchError if this is impossible."""
         module = sys.modules.get(getattr(fn, "__module__", None) or "")
         by_value = _cloudpickle().list_registry_pickle_by_value()
         is_lost = module is not None and module.__name__ not in by_value and not _is_found(module)

@@ -32,7 +32,7 @@ _CACHED_ELEMENTS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedUpdate:
-    """Parameters of a group whose update is prepared, and for each the tensor whose norm the update needs."""
+    """Parameters of one parameter group, each with the tensor whose norm scales the parameter's update."""
 
     group: Settings
     parameters: list[Tensor]

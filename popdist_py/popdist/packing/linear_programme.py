@@ -237,7 +237,10 @@ class _Programme:
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
     def _price(self, prices: Prices) -> tuple[Prices, Fill]:
-        """Return each length's highest price of a pack with this length, and a function that makes that pack."""
+        """Return for each length the highest sum of ``prices`` of a pack that has a sequence of this length.
+
+        Return also a function that makes the pack for a length.
+        """
         choose = _best_of_any if self._most >= self._max_length else partial(_best_of_few, most=self._most - 1)
         values, fill = choose(prices, self._max_length - 1)
         lengths = np.arange(1, self._top + 1)

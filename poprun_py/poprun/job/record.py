@@ -307,7 +307,7 @@ class Record:
             self._add_evidence(instance, event)
 
     def _add_evidence(self, instance: int, event: dict[str, Any]) -> None:
-        """Keep what ``event`` says about a failure or hang, and record that ``instance`` needs no more answer."""
+        """Keep what ``event`` says about a failure or hang; note that ``instance`` has answered a question."""
         if self._question is not None:
             self._question.note_answer(instance)
         if event["event"] == "exited" and not event["was_stopped"]:

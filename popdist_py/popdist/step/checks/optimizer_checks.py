@@ -224,8 +224,9 @@ def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class _Comparison:
-    """The last check that all parameters of an optimizer are in wrapped models: the numbers of parameters and of
-    models at that time, and the optimizer's steps since then.
+    """A comparison of an optimizer's parameters with the parameters of all wrapped models.
+
+    It has the numbers of parameters and of models at its time, and of the optimizer's steps since then.
     """
 
     sizes: tuple[int, int] = (0, 0)

@@ -98,8 +98,9 @@ class AutomaticReduction:
             refuse_in_turn(None, "a collective of torch.distributed")
 
     def _open_window(self) -> None:
-        """Begin a time in which another model computes, such as a GAN's generator that uses this model, so that no
-        optimizer will use the gradients that this model gets until :meth:`_close_window`.
+        """Note that another model, such as a GAN's generator, uses this model until :meth:`_close_window`.
+
+        No optimizer will use the gradients that this model gets in this time.
         """
         self._is_window_clean = not self._gradients.unused()
 
