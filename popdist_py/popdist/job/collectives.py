@@ -252,7 +252,7 @@ def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
 
 
 def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
-    """Return the ``data`` of every instance. ``text`` names the collective, and must be the same on all instances."""
+    """Return the ``data`` of every instance; ``text`` names the collective, and is equal on all instances."""
 
     def send(data: bytes, lengths: list[list[int]]) -> list[bytes]:
         rows = group.backend.all_gather(_message_of(group, data, max(lengths)[0])).cpu()
