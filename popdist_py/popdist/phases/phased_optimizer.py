@@ -18,7 +18,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist.errors import OptimizerError, check_flags
-from popdist.gradients.stored_gradients import StoredGradient
 from popdist.ground import torch_private
 from popdist.ground.local_tensors import TensorForm, is_distributed, local_part, placed_as
 from popdist.optim.elementwise import check_elementwise
@@ -249,12 +248,7 @@ class PhasedOptimizer(Optimizer):
                 "PhasedOptimizer.step(closure): the parameters are updated in the backward pass of "
                 "model.micro_batches(), so call step() without a closure after that loop"
             )
-        if self.step_in_backward:
-            self._steps.finish_step()
-        else:
-            self.begin_update()
-            self._steps.finish_step(self._update_from_store)
-            self.end_update()
+        self._steps.finish_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's method has this signature
         """Set every ``.grad`` to None, also if ``set_to_none`` is False: there is no memory to fill with zeros."""
@@ -299,14 +293,6 @@ class PhasedOptimizer(Optimizer):
         """End the updates of one step, and copy changed settings of the optimizers to the parameter groups."""
         for stepper, group in zip(self._steppers, self.param_groups, strict=True):
             group.update(stepper.end())
-
-    def _update_from_store(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update ``parameter``, unless its ``.grad`` is None. To a ``gradient`` from the store, first apply the
-        changes that the program has made to ``.grad``, such as clipping.
-        """
-        if parameter.grad is not None:
-            now = local_part(parameter.grad)
-            self.update(parameter, now.apply_changes(gradient) if isinstance(now, StoredGradient) else now, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict that ``optimizer_class`` would return for the model in memory.

@@ -1,10 +1,10 @@
 """Passes of a phased model on one instance: which weights are read when, and where the optimizer's state lies."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,9 +22,6 @@ from popsize.phases import even_cuts
 
 if TYPE_CHECKING:
     from popdist.phases.phased_optimizer import PhasedOptimizer
-
-Update: TypeAlias = Callable[[Parameter, Tensor, Mapping[str, Tensor]], None]
-"""A function that updates a parameter, given its gradient and the tensors of its optimizer state."""
 
 
 class StepGradientUse(Protocol):

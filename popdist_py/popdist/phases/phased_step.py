@@ -20,14 +20,14 @@ from popdist.gradients.memory import OldGradients
 from popdist.gradients.optimizer_steps import is_used, mark_reduced
 from popdist.gradients.reduction import GradientKeeper, StepAgreement
 from popdist.gradients.step_headers import MeanOrSum, ModelChecks, StepChecks
-from popdist.gradients.stored_gradients import stored_gradient, updated_gradient
+from popdist.gradients.stored_gradients import StoredGradient, stored_gradient, updated_gradient
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.local_tensors import TensorForm, local_part, part_itself, placed_as
 from popdist.job.collectives import gather_json
 from popdist.optim.sharded.sharded_optimizer import digest_of_groups
 from popdist.phases.phase_memory import MemoryPlace, Wanted
 from popdist.phases.phased_layers import PhasePiece, check_same, writing
-from popdist.phases.phased_run import PhasedRun, Update
+from popdist.phases.phased_run import PhasedRun
 from popdist.phases.phased_sums import PieceGradient, PieceSum, held_weights, merges_of
 from popdist.step.training.micro_batches import Nest
 from popdist.step.training.model_steps import CheckMaker, ModelSteps, WholeStep
@@ -108,8 +108,8 @@ class PhasedSteps(ModelSteps):
         self.running = self.running if self.step is None else None
         super().abandon(index=index)
 
-    def finish_step(self, update: Update | None = None) -> None:
-        """End the optimizer's step: apply stored gradients if ``update`` is given, and wait for all instances."""
+    def finish_step(self) -> None:
+        """End the optimizer's step: update by the gradients in the store, if any, and wait for all instances."""
         run = self.run
         run.store.check_open()
         if self.running is None or self.running.is_open:
@@ -118,8 +118,8 @@ class PhasedSteps(ModelSteps):
                 "last call"
             )
         gradients, self.running = self.running, None  # if anything fails now: no second step on changed weights
-        if update is not None:
-            gradients.update_phases(update)
+        if not run.optimizer_now().step_in_backward:
+            gradients.update_phases()
         run.memory.begin_writing()
         run.store.end_step(run.memory.wait)
         if run.store.host_size > 1:
@@ -328,7 +328,7 @@ class PhasedGradients(GradientKeeper):
         optimizer = self._run.optimizer_now()
         gradients = {it: it.grad for it in piece.parameters if it.grad is not None and optimizer.forms_of(it)}
         if optimizer.step_in_backward:
-            self._update(piece, gradients, optimizer.update)
+            self._update(piece, gradients)
         else:
             self._keep(piece, gradients)
         self._used += gradients
@@ -336,7 +336,7 @@ class PhasedGradients(GradientKeeper):
             parameter.grad = None
 
     @torch.no_grad()
-    def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor], update: Update) -> None:
+    def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
         """Update the weights of ``piece`` that this instance owns, and have them written to the store later."""
         run, optimizer, memory = self._run, self._run.optimizer_now(), self._run.memory
         owned = {it: name for name, it in piece.named if name in run.owned and optimizer.forms_of(it)}
@@ -352,7 +352,7 @@ class PhasedGradients(GradientKeeper):
         for parameter, name in updated.items():
             with run.budget.updating(piece.units), writing(parameter):
                 forms = optimizer.forms_of(parameter)
-                update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
+                optimizer.update(parameter, gradients[parameter], {key: views[f"{name}/{key}"] for key in forms})
         memory.write_behind(at, weights, updated.values())
         memory.write_behind(state_at, state)
 
@@ -388,9 +388,12 @@ class PhasedGradients(GradientKeeper):
         return self._run.store.tensors["gradients"].mapped(name).to(self._run.store.device)
 
     @torch.no_grad()
-    def update_phases(self, update: Update) -> None:
-        """Update all weights whose gradients are in the store by ``update``, phase by phase."""
-        run = self._run
+    def update_phases(self) -> None:
+        """Update all weights that have a ``.grad``, phase by phase. To a gradient in the store, first apply the
+        changes that the program has made to ``.grad``, such as clipping.
+        """
+        run, optimizer = self._run, self._run.optimizer_now()
+        optimizer.begin_update()
         run.store.begin_step(run.store.step + 1)
         for piece in self._agreed_order():
             owned = {it: name for name, it in piece.named if name in run.owned and it.grad is not None}
@@ -398,4 +401,9 @@ class PhasedGradients(GradientKeeper):
                 self._enter(piece)
                 kept = run.memory.addresses[MemoryPlace("sum", piece.index)][0]
                 views = kept.views(run.memory.load(MemoryPlace("sum", piece.index), kept))
-                self._update(piece, {it: views[name] for it, name in owned.items()}, update)
+                gradients = {it: local_part(it.grad) for it in owned}
+                for it, gradient in gradients.items():
+                    if isinstance(gradient, StoredGradient):
+                        gradients[it] = gradient.apply_changes(views[owned[it]])
+                self._update(piece, gradients)
+        optimizer.end_update()
