@@ -125,17 +125,12 @@ class PhaseMemory:
         phase_seconds: The seconds of each phase in the last step, computing and waiting.
     """
 
-    def __init__(
-        self,
-        layers: PhasedLayers,
-        device: torch.device,
-        wanted_back: Callable[[PhasePiece], Wanted] = lambda _: {},
-    ) -> None:
+    def __init__(self, layers: PhasedLayers, device: torch.device) -> None:
         self.layers = layers
         self.device = device
         self.mover = Mover(device)
         self.addresses: dict[MemoryPlace, list[StoredTensors]] = {}
-        self.wanted_back = wanted_back
+        self.wanted_back: Callable[[PhasePiece], Wanted] = lambda _: {}
         self.phases: list[Phase] = []
         self.resident = Phase(units=(), pieces=layers.resident)
         self.phase_seconds: list[float] = []

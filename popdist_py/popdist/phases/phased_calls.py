@@ -366,7 +366,7 @@ class _Call:
                 pairs.clear()
                 with _explained(self.unit):
                     torch.autograd.backward(roots, root_gradients)
-            self.run.end_call(self.unit, self._casts.cache)
+            self.run.use_complete(calls.end(self.unit, self._casts.cache))
         return [input_gradients.get(place) for place in range(len(tensors))]
 
     def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:

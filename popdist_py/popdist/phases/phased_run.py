@@ -1,10 +1,10 @@
 """Passes of a phased model on one instance: which weights are read when, and where the optimizer's state lies."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -14,7 +14,7 @@ from popdist.exchange.groups import Group
 from popdist.ground.layout import ReplicaLayout
 from popdist.ground.local_tensors import TensorForm
 from popdist.phases.phase_budget import PhaseBudget
-from popdist.phases.phase_memory import MemoryPlace, PhaseMemory, Wanted
+from popdist.phases.phase_memory import MemoryPlace, PhaseMemory
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, is_written, written_error
 from popdist.phases.phased_sums import InstanceSums
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from popdist.phases.phased_optimizer import PhasedOptimizer
 
 
-class StepGradientUse(Protocol):
-    """The protocol of an object that uses the gradients of one step while the backward pass runs."""
-
-    def wanted_back(self, piece: PhasePiece) -> Wanted:
-        """Return the stored tensors that a backward pass or an update needs beside the weights of ``piece``."""
-
-    def use_complete(self, pieces: Iterable[PhasePiece]) -> None:
-        """Use the gradients of the weights ``pieces``, which are complete in the running micro batch."""
-
-
 class PhasedRun:
     """The parts that one phased model's passes share: layers, memory, store, gradients and optimizer.
 
@@ -41,7 +31,7 @@ class PhasedRun:
         names: The name of each weight, by the ``id()`` of its parameter.
         owned: The names of the weights that this instance updates.
         optimizer: A weak reference to the model's optimizer; None before there was an optimizer.
-        gradients: The gradients of the step that runs or ran last.
+        use_complete: Uses gradients that a backward pass has completed; the last begun step has set this function.
         order: The indices of the layers, in the order in which this instance's first forward pass called them.
         agreed_order: The order of the first instance that has called layers; None before the first step.
     """
@@ -49,7 +39,7 @@ class PhasedRun:
     def __init__(self, layers: PhasedLayers, store: PhaseStore, group: Group, layout: ReplicaLayout) -> None:
         self.layers = layers
         self.store = store
-        self.memory = PhaseMemory(layers, store.device, self._wanted_back)
+        self.memory = PhaseMemory(layers, store.device)
         self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
         sizes = [{name: store.weights.regions[name].num_bytes for name in it.names} for it in layers.pieces]
         owners = deal(sizes, store.host_size)
@@ -60,12 +50,9 @@ class PhasedRun:
         self.agreed_order: list[int] | None = None
         self.calls = CallCounts()
         self.sums = InstanceSums(group, layout)
-        self.gradients: StepGradientUse | None = None
+        self.use_complete: Callable[[Iterable[PhasePiece]], None] = lambda _: None
         for piece in layers.pieces:
             self.memory.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.names)]
-
-    def _wanted_back(self, piece: PhasePiece) -> Wanted:
-        return {} if self.gradients is None else self.gradients.wanted_back(piece)
 
     def cut(self, num_phases: int) -> None:
         """Divide the layers into ``num_phases`` phases of about equal bytes; fewer if there are fewer layers."""
@@ -90,12 +77,6 @@ class PhasedRun:
         self.store.check_open()
         returns = self.calls.micro_batch is not None
         self.memory.enter(self.memory.phase_of(unit.index), backward=backward, will_return=returns)
-
-    def end_call(self, unit: Unit, cache: object) -> None:
-        """Count a backward pass of the layer ``unit``, and use the gradients that are complete now."""
-        complete = self.calls.end(unit, cache)
-        if self.gradients is not None:
-            self.gradients.use_complete(complete)
 
     def check_unwritten(self) -> None:
         """Check that the optimizer alone has written weights. Raise WeightsError if the program wrote weights."""

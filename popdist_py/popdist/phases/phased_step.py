@@ -167,7 +167,7 @@ class PhasedGradients(GradientKeeper):
             place = MemoryPlace("sum", index)
             planes = run.memory.addresses.get(place, [])[1:]
             self._sums[index] = PieceSum(gradient, merges, self._times, place, planes, run.memory)
-        run.gradients = self
+        run.use_complete, run.memory.wanted_back = self._use_complete, self._wanted_back
         run.memory.begin_step()
         run.budget.begin_step(len(loop.weights), updates_apart=not run.optimizer_now().step_in_backward)
 
@@ -213,7 +213,7 @@ class PhasedGradients(GradientKeeper):
                     self._push(piece, index)
         self._run.memory.begin_writing()
 
-    def use_complete(self, pieces: Iterable[PhasePiece]) -> None:
+    def _use_complete(self, pieces: Iterable[PhasePiece]) -> None:
         """Use the gradients of the weights ``pieces``, which are complete in the running micro batch."""
         for piece in pieces:
             if piece.index in self._sums and self._number is not None:
@@ -244,7 +244,7 @@ class PhasedGradients(GradientKeeper):
             for parameter in piece.parameters:
                 parameter.grad = None
 
-    def wanted_back(self, piece: PhasePiece) -> Wanted:
+    def _wanted_back(self, piece: PhasePiece) -> Wanted:
         """Return the stored tensors that a backward pass or an update needs beside the weights of ``piece``."""
         if piece.index not in self._sums:
             return {}
