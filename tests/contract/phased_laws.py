@@ -218,6 +218,12 @@ def law_micro_batches_count_as_asked(folder: Path) -> None:
     trained_alike(f"{folder}/2", accumulation=2, weights=[float(1 + it % 3) for it in range(number)])
     trained_alike(f"{folder}/3", accumulation=2, num_samples=1)
 
+    def with_gaps(batch: tuple[Tensor, Tensor]) -> list[Any]:
+        first = tuple(tensor[:1] for tensor in batch)
+        return [None if it % 4 == 1 else first for it in range(2 * number)]
+
+    trained_alike(f"{folder}/4", accumulation=4, split=with_gaps)
+
 
 def clipped_alike(folder: Path | str, make: Callable[[], nn.Module]) -> None:
     """Check that a model learns the same in phases and in memory, with the norm of all gradients bounded."""

@@ -308,6 +308,8 @@ class PhaseMemory:
     def room(self, place: MemoryPlace) -> Tensor:
         """Return the memory of ``place`` for new content, after all reads and writes of this memory have ended."""
         slot = self._home(place)
+        if any(changed == place for changed, _, _ in slot.unwritten):
+            self._write(slot)
         self._wait_for_writing(slot)
         _, reading = slot.present.pop(place, (None, None))
         if reading is not None:
