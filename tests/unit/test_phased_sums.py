@@ -37,11 +37,6 @@ class Memory:
         assert place == PLACE
         return self._room.fill_(255)
 
-    def is_room(self, place: MemoryPlace, value: Tensor) -> bool:
-        """Whether it is."""
-        assert place == PLACE
-        return value is self._room
-
     def load(self, place: MemoryPlace, plane: Plane) -> Tensor:
         """The sum, which is not read twice."""
         held, plane.held = plane.held, None

@@ -296,10 +296,6 @@ class PhaseMemory:
         phase = self.resident if is_resident or self._current is None else self._current[0]
         return next(slot for slot in self._slots if slot.phase is phase)
 
-    def is_room(self, place: MemoryPlace, value: Tensor) -> bool:
-        """Whether the tensor ``value`` begins at the address that ``place`` has in the current phase's memory."""
-        return place in self.addresses and self._home(place).room(place).data_ptr() == value.data_ptr()
-
     def load(self, place: MemoryPlace, address: StoredTensors) -> Tensor:
         """Read the stored tensors ``address`` into the memory of ``place``; return this memory after the read."""
         self._bring(self._home(place), {place: address})

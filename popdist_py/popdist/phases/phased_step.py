@@ -96,7 +96,7 @@ class PhasedSteps(ModelSteps):
             if isinstance(step, Step) and isinstance(step.keeper, PhasedGradients):
                 filled = (number for number, content in enumerate(contents) if content is not None)
                 self.running = step.keeper
-                loop = PhasedLoop(step.agreement, asked.reduction, counts, max(filled, default=None))
+                loop = PhasedLoop(step.agreement, asked.reduction, counts, max(filled, default=-1))
                 self.running.begin_loop(loop)
         except BaseException:
             self.abandon()
@@ -134,7 +134,7 @@ class PhasedLoop(NamedTuple):
     agreement: StepAgreement
     reduction: MeanOrSum
     weights: Sequence[float]  # the weight of each micro batch of this instance
-    last: int | None  # the index of the last micro batch that has samples
+    last: int  # the index of the last micro batch that has samples; -1 if none has
 
 
 class PhasedGradients(GradientKeeper):
@@ -152,7 +152,8 @@ class PhasedGradients(GradientKeeper):
         self._complete: set[int] = set()  # pieces whose gradients are complete in this micro batch
         self._left: deque[PhasePiece] | None = None  # pieces without final gradients, in the agreed order
         self._used: list[Parameter] = []
-        self._number: int | None = None  # the index of the micro batch that runs, or ran last
+        self._number = -1  # the index of the micro batch that runs, or ran last
+        self._is_loop_over = False
         self._over: float | None = None  # the divisor of the sums; None while no gradient is final
 
     def begin_loop(self, loop: PhasedLoop) -> None:
@@ -361,8 +362,6 @@ class PhasedGradients(GradientKeeper):
         """Copy the gradients of ``piece`` to the memory from which a thread writes them to the store."""
         memory = self._run.memory
         parts = {self._run.names[id(it)]: local_part(gradient) for it, gradient in gradients.items()}
-        if len(self._loop.weights) > 1:  # the added gradients may lie in the memory that is filled here
-            parts = {name: part.clone() for name, part in parts.items()}
         place = MemoryPlace("sum", piece.index)
         kept = memory.addresses[place][0]
         views = kept.views(memory.room(place))

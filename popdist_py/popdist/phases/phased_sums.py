@@ -163,7 +163,7 @@ class PieceSum:
         is_needed = self._waiting and self._waiting[-1] and self._merges[number]
         return {self._place: self._planes[len(self._waiting) - 1]} if is_needed else {}
 
-    def push(self, number: int | None, stop: int) -> Tensor | None:
+    def push(self, number: int, stop: int) -> Tensor | None:
         """Add the ``.grad`` of micro batch ``number``, and zeros for each other micro batch before ``stop``.
 
         Return the newest sum; None if the sum is zero.
@@ -172,17 +172,15 @@ class PieceSum:
         for position in range(self._position, stop):
             value = self._added(position, has_gradient=position == number)
             if position + 1 < len(self._merges):
-                self._put_aside(value)
+                self._put_aside(value, is_in_room=not self._merges[position])
         self._position = stop
         return value
 
-    def total(self, number: int | None) -> list[Tensor]:
+    def total(self, number: int) -> list[Tensor]:
         """Return this instance's partial sums, nodes of the tree of additions, after micro batch ``number``."""
         value = self.push(number, len(self._merges))
-        sums: list[Tensor | None] = []
-        for plane, is_there in enumerate(self._waiting):
-            value = self._own_copy(value)
-            sums.append(self._memory.load(self._place, self._planes[plane]).clone() if is_there else None)
+        planes = zip(self._waiting, self._planes, strict=False)
+        sums = [self._memory.load(self._place, it).clone() if is_there else None for is_there, it in planes]
         self._waiting = []
         return [self.gradient.make(zeros=True) if it is None else it for it in (*sums, value)]
 
@@ -198,26 +196,20 @@ class PieceSum:
         if has_gradient:
             gradient.layout.clear()
         for _ in range(merges):
-            if self._waiting.pop():
-                value = self._own_copy(value)
+            is_there, held = self._waiting.pop(), None
+            if is_there:
                 held = self._memory.load(self._place, self._planes[len(self._waiting)])
-                gradient.add(held, value)
-                value = held
-            elif value is not None:
+            if value is not None:
+                gradient.add(value, held)
+            elif held is not None:
+                value = held.clone()
                 gradient.add(value, None)
         return value
 
-    def _is_in_room(self, value: Tensor) -> bool:
-        return bool(self._planes) and self._memory.is_room(self._place, value)
-
-    def _own_copy(self, value: Tensor | None) -> Tensor | None:
-        """Return ``value``; a copy if ``value`` lies in the memory into which the next sum is read."""
-        return value.clone() if value is not None and self._is_in_room(value) else value
-
-    def _put_aside(self, value: Tensor | None) -> None:
+    def _put_aside(self, value: Tensor | None, *, is_in_room: bool) -> None:
         """Put the sum ``value``, None for zeros, on the stack of sums that wait for later micro batches."""
         if value is not None:
-            if not self._is_in_room(value):
+            if not is_in_room:
                 self._memory.room(self._place)[: len(value)].copy_(value)
             self._memory.write_behind(self._place, self._planes[len(self._waiting)])
         self._waiting.append(value is not None)
