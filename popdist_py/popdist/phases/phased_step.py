@@ -49,7 +49,7 @@ class PhasedSteps(ModelSteps):
     @property
     def is_unfinished(self) -> bool:
         """Whether a loop over micro batches has ended, but the optimizer's step has not."""
-        return self.running is not None and not self.running.is_open
+        return self.running is not None and self.step is None
 
     def check_same(self) -> None:
         """Check that the module still has its layers and parameters, and that only the optimizer wrote weights."""
@@ -112,7 +112,7 @@ class PhasedSteps(ModelSteps):
         """End the optimizer's step: update by the gradients in the store, if any, and wait for all instances."""
         run = self.run
         run.store.check_open()
-        if self.running is None or self.running.is_open:
+        if self.running is None or self.step is not None:
             raise MicroBatchError(
                 "optimizer.step() without a gradient: no loop over model.micro_batches(batch) has ended since the "
                 "last call"
@@ -145,7 +145,6 @@ class PhasedGradients(GradientKeeper):
 
     def __init__(self, run: PhasedRun, accumulation: int) -> None:
         super().__init__(GradientLayout(()))  # when the step ends, no gradient is in memory
-        self.is_open = False
         self._run = run
         self._accumulation = accumulation
         self._sums: dict[int, PieceSum] = {}  # by the index of the piece
@@ -159,7 +158,7 @@ class PhasedGradients(GradientKeeper):
     def begin_loop(self, loop: PhasedLoop) -> None:
         """Begin the loop over the micro batches of a step, and make room for sums of gradients."""
         run, group = self._run, self._run.sums.group
-        self._loop, self.is_open = loop, True
+        self._loop = loop
         self.trained = [piece for piece in run.layers.pieces if piece.is_trained]
         gradients = {piece.index: PieceGradient(piece.named) for piece in self.trained}
         merges, num_planes = merges_of(run.sums.layout, group.backend.instance_index, self._accumulation)
@@ -217,7 +216,7 @@ class PhasedGradients(GradientKeeper):
     def _use_complete(self, pieces: Iterable[PhasePiece]) -> None:
         """Use the gradients of the weights ``pieces``, which are complete in the running micro batch."""
         for piece in pieces:
-            if piece.index in self._sums and self._number is not None:
+            if piece.index in self._sums:
                 self._complete.add(piece.index)
                 if self._number != self._loop.last:
                     self._push(piece, self._number)
@@ -229,7 +228,6 @@ class PhasedGradients(GradientKeeper):
         run, optimizer = self._run, self._run.optimizer_now()
         self._complete = set(self._sums)
         self._make_final()
-        self.is_open = False
         if optimizer.step_in_backward:
             optimizer.end_update()
         else:
@@ -239,7 +237,6 @@ class PhasedGradients(GradientKeeper):
 
     def clear(self) -> None:
         """End the loop without a step, and set every ``.grad`` to None."""
-        self.is_open = False
         self._run.calls.end_micro_batch()
         for piece in self._run.layers.pieces:
             for parameter in piece.parameters:
@@ -251,12 +248,12 @@ class PhasedGradients(GradientKeeper):
             return {}
         optimizer, addresses = self._run.optimizer_now(), self._run.memory.addresses
         state, sums = MemoryPlace("state", piece.index), MemoryPlace("sum", piece.index)
-        is_updated = not self.is_open or (self._number == self._loop.last and optimizer.step_in_backward)
+        is_updated = self._is_loop_over or (self._number == self._loop.last and optimizer.step_in_backward)
         has_state = is_updated and not optimizer.state.keys().isdisjoint(piece.parameters)
         wanted = {state: addresses[state][0]} if has_state else {}
-        if self.is_open:
-            return wanted if self._number is None else {**wanted, **self._sums[piece.index].awaited(self._number)}
-        return wanted | ({sums: addresses[sums][0]} if sums in addresses else {})
+        if self._is_loop_over:
+            return {**wanted, sums: addresses[sums][0]}
+        return {**wanted, **self._sums[piece.index].awaited(self._number)}
 
     def _enter(self, piece: PhasePiece) -> None:
         """Read the phase into memory whose backward pass completes the gradients of ``piece``."""
@@ -391,7 +388,7 @@ class PhasedGradients(GradientKeeper):
         """Update all weights that have a ``.grad``, phase by phase. To a gradient in the store, first apply the
         changes that the program has made to ``.grad``, such as clipping.
         """
-        run, optimizer = self._run, self._run.optimizer_now()
+        run, optimizer, self._is_loop_over = self._run, self._run.optimizer_now(), True
         optimizer.begin_update()
         run.store.begin_step(run.store.step + 1)
         for piece in self._agreed_order():
