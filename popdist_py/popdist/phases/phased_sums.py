@@ -29,8 +29,8 @@ from popdist.phases.phase_store import StoredTensors
 
 _LINE_BYTES: Final = 64
 
-_CHUNKS: Final = (1 << 12, 1 << 16, 1 << 20)
-"""The possible numbers of elements that the instances add at once, in memory of this size that they share."""
+_CHUNK: Final = 1 << 20
+"""The largest number of elements that the instances add at once, in memory of this size that they share."""
 
 
 def held_weights(
@@ -109,28 +109,16 @@ class InstanceSums:
         self.group = group
         self.layout = layout
         self._nodes = nodes_of(layout, group.backend.instance_index)
-        self._sums: dict[tuple[int, torch.dtype], tuple[RepeatedSum, list[FlatTensors]]] = {}
+        self._sums: dict[tuple[int, torch.dtype], RepeatedSum] = {}  # by the number and dtype of the elements
 
     @torch.no_grad()
     def add(self, own: Sequence[Tensor]) -> None:
         """Overwrite ``own[0]`` with the sum of all instances' partial sums ``own``; all instances call this."""
-        length, begin = len(own[0]), 0
-        while begin < length:
-            size = next((it for it in _CHUNKS if it >= length - begin), _CHUNKS[-1])
-            stop = min(begin + size, length)
-            total, rooms = self._sum_of(size, own[0])
-            for (room,), flat in zip(rooms, own, strict=True):
-                room[: stop - begin].copy_(flat[begin:stop])
-            (added,) = total.finish(self.group, self.layout, dict(zip(self._nodes, rooms, strict=True)))
-            own[0][begin:stop].copy_(added[: stop - begin])
-            begin = stop
-
-    def _sum_of(self, size: int, like: Tensor) -> tuple[RepeatedSum, list[FlatTensors]]:
-        """Return an adder of tensors of ``size`` elements, and buffers for this instance's partial sums."""
-        if (size, like.dtype) not in self._sums:
-            rooms = [[torch.zeros(size, dtype=like.dtype, device=like.device)] for _ in self._nodes]
-            self._sums[size, like.dtype] = RepeatedSum(), rooms
-        return self._sums[size, like.dtype]
+        for chunks in zip(*(flat.split(_CHUNK) for flat in own), strict=True):
+            total = self._sums.setdefault((len(chunks[0]), chunks[0].dtype), RepeatedSum())
+            rows = {node: [chunk] for node, chunk in zip(self._nodes, chunks, strict=True)}
+            (added,) = total.finish(self.group, self.layout, rows)
+            chunks[0].copy_(added)
 
 
 class PieceSum:
