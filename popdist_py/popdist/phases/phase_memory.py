@@ -56,8 +56,8 @@ class _Slot:
     """Memory for one phase of a model, with a record of the tensors that are present, changed or on their way."""
 
     memory: Tensor
-    phase: Phase | None = None
-    rooms: dict[MemoryPlace, tuple[int, int]] = field(default_factory=dict)  # first byte and end in the memory
+    phase: Phase
+    rooms: dict[MemoryPlace, tuple[int, int]]  # first byte and end in the memory
     # the tensors of the store that are in memory, or are being read, with the future of the read
     present: dict[MemoryPlace, tuple[StoredTensors, "Future[None] | None"]] = field(default_factory=dict)
     unwritten: dict[tuple[MemoryPlace, StoredTensors, str], None] = field(
@@ -100,11 +100,12 @@ class Mover:
 
         return self._thread.submit(move)
 
-    def wait_for(self, moving: "Future[None]") -> None:
-        """Wait until the reads or writes ``moving`` have ended. Raise the error of a failed read or write."""
+    def wait_for(self, moving: "Future[None] | None") -> None:
+        """Wait until the reads or writes ``moving``, if any, have ended. Raise the error of a failed one."""
         start = perf_counter()
         try:
-            moving.result()
+            if moving is not None:
+                moving.result()
         finally:
             self.waited_seconds += perf_counter() - start
 
@@ -144,8 +145,6 @@ class PhaseMemory:
 
     def cut(self, phases: Iterable[Sequence[int]]) -> None:
         """Divide the model into ``phases``, each a list of layers' indices, in the order of the forward pass."""
-        self.wait()
-        self._unbind()
         self.phases = [
             Phase(
                 units=(*units,), pieces=tuple(it for it in self.layers.pieces if not {*units}.isdisjoint(it.units))
@@ -160,12 +159,12 @@ class PhaseMemory:
         self._unbind()
         self._slots = []
         give_back_memory(self.device)  # which the slots before had
-        sizes = [self._rooms(phase)[1] for phase in self.phases]
-        most = [max(part) for part in (sizes[::2], sizes[1::2]) if part]
-        most += [self._rooms(self.resident)[1]] if self.resident.pieces else []
-        self._slots = [_Slot(memory=make_buffer(num_bytes, self.device)) for num_bytes in most]
-        if self.resident.pieces:
-            self._place(self._slots[-1], self.resident)
+        resident = [self.resident] if self.resident.pieces else []
+        for phases in filter(None, (self.phases[::2], self.phases[1::2], resident)):
+            most = max(self._rooms(phase)[1] for phase in phases)
+            rooms, _ = self._rooms(phases[0])
+            self._slots.append(_Slot(memory=make_buffer(most, self.device), phase=phases[0], rooms=rooms))
+        if resident:
             self._bring(self._slots[-1], self._wanted(self.resident, backward=False))
             self._bind(self._slots[-1])
 
@@ -227,23 +226,19 @@ class PhaseMemory:
     def _read_ahead(self, phase: Phase, *, backward: bool, will_return: bool) -> None:
         """Begin to read the next phase; after the last forward phase, read the tensors of the backward pass."""
         number = self.phases.index(phase)
-        following = self.phases[:number][-1:] if backward else self.phases[number + 1 :][:1]
-        for it in following:
+        ahead = self.phases[:number][-1:] if backward else self.phases[number + 1 :][:1]
+        if not ahead and will_return and not backward:
+            ahead, backward = [phase, *self.phases[:number][-1:]], True
+        for it in ahead:
             self._request(self._slot_for(it), self._wanted(it, backward=backward))
-        if not following and will_return and not backward:
-            for it in (phase, *self.phases[:number][-1:]):
-                if (slot := self._slot_of(it)) is not None:
-                    self._request(slot, self._wanted(it, backward=True))
-
-    def _slot_of(self, phase: Phase) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.phase is phase), None)
 
     def _slot_for(self, phase: Phase) -> _Slot:
-        """Return the slot of memory that holds ``phase``; if no slot holds ``phase``, choose a slot for it."""
-        slot = self._slot_of(phase)
-        if slot is None:
-            slot = self._slots[self.phases.index(phase) % 2]
-            self._place(slot, phase)
+        """Return the slot of ``phase``; if another phase is there, begin to write the changes of that phase."""
+        slot = self._slots[self.phases.index(phase) % 2]
+        if slot.phase is not phase:
+            self._write(slot)
+            slot.phase, slot.present = phase, {}
+            slot.rooms, _ = self._rooms(phase)
         return slot
 
     def _wanted(self, phase: Phase, *, backward: bool) -> Wanted:
@@ -253,13 +248,6 @@ class PhaseMemory:
         for piece in phase.pieces if backward else ():
             wanted |= self.wanted_back(piece) if self.last_phase(piece) is phase else {}
         return wanted
-
-    def _place(self, slot: _Slot, phase: Phase) -> None:
-        """Use the memory ``slot`` for ``phase``, after beginning to write the changes of the phase before."""
-        self._write(slot)
-        slot.phase = phase
-        slot.present = {}
-        slot.rooms, _ = self._rooms(phase)
 
     def _write(self, slot: _Slot) -> None:
         """Begin to write the changed tensors of the memory ``slot`` to the store."""
@@ -280,21 +268,18 @@ class PhaseMemory:
     def _bring(self, slot: _Slot, wanted: Wanted) -> None:
         """Read the stored tensors ``wanted`` into ``slot`` if necessary, and wait until all are in memory."""
         self._request(slot, wanted)
-        for place, address in wanted.items():
-            _, reading = slot.present[place]
-            if reading is not None:
-                try:
-                    self.mover.wait_for(reading)
-                except BaseException:
-                    slot.present.clear()
-                    raise
-                slot.present[place] = (address, None)
+        try:
+            for place in wanted:
+                self.mover.wait_for(slot.present[place][1])
+        except BaseException:
+            slot.present.clear()
+            raise
 
     def _home(self, place: MemoryPlace) -> _Slot:
         """Return the slot of the current phase, or the slot of the resident phase if ``place`` belongs to it."""
-        is_resident = self.layers.pieces[place.piece] in self.resident.pieces or self._current is None
-        phase = self.resident if is_resident or self._current is None else self._current[0]
-        return next(slot for slot in self._slots if slot.phase is phase)
+        if self._current is None or self.layers.pieces[place.piece] in self.resident.pieces:
+            return self._slots[-1]
+        return self._slot_for(self._current[0])
 
     def load(self, place: MemoryPlace, address: StoredTensors) -> Tensor:
         """Read the stored tensors ``address`` into the memory of ``place``; return this memory after the read."""
@@ -308,8 +293,7 @@ class PhaseMemory:
             self._write(slot)
         self._wait_for_writing(slot)
         _, reading = slot.present.pop(place, (None, None))
-        if reading is not None:
-            self.mover.wait_for(reading)
+        self.mover.wait_for(reading)
         return slot.room(place)
 
     def write_behind(self, place: MemoryPlace, address: StoredTensors, names: Iterable[str] | None = None) -> None:
@@ -334,8 +318,7 @@ class PhaseMemory:
 
     def _wait_for_writing(self, slot: _Slot) -> None:
         writing, slot.writing = slot.writing, None
-        if writing is not None:
-            self.mover.wait_for(writing)
+        self.mover.wait_for(writing)
 
     def forget(self, what: What, pieces: Iterable[PhasePiece]) -> None:
         """Mark ``what``, such as the weights, of ``pieces`` in memory as old: the store has newer tensors."""
@@ -348,7 +331,7 @@ class PhaseMemory:
 
     def _bind(self, slot: _Slot) -> None:
         """Set the data of the parameters of the phase in ``slot`` to the memory of ``slot``."""
-        for piece in () if slot.phase is None else slot.phase.pieces:
+        for piece in slot.phase.pieces:
             place = MemoryPlace("weights", piece.index)
             views = self.addresses[place][0].views(slot.room(place))
             for name, parameter in piece.named:
