@@ -62,7 +62,7 @@ class PhaseBudget:
         self.limit_bytes: int | None = None  # None if the user has given the phases
         self._memory = memory
         self._owned = owned  # the names of the weights that this instance updates
-        self._is_shared = len(owned) < sum(len(piece.names) for piece in memory.layers.pieces)
+        self._is_shared = len(owned) < len(memory.layers.weights)
         self._is_first = is_first  # whether this is the instance that prints
         self._num_steps = 0  # the number of steps that have ended
         self._is_measuring = False
@@ -191,7 +191,7 @@ class PhaseBudget:
         """Return the bytes and seconds of a layer. A weight that layers share is updated with the first layer."""
         times, size, number = self._times[unit.index], self._memory.size, self._loop.num_micro_batches
         first_pieces = [piece for piece in unit.pieces if piece.units[0] == unit.index]
-        trained = [(name, it) for piece in first_pieces for name, it in piece.named if it.requires_grad]
+        trained = [(name, it) for piece in first_pieces for name, it in piece.weights.items() if it.requires_grad]
         return UnitCost(
             weight_bytes=sum(size("weights", piece.index) for piece in unit.pieces),
             updated_bytes=sum(part_itself(it).nbytes for name, it in trained if name in self._owned),

@@ -334,13 +334,13 @@ class PhaseMemory:
         for piece in slot.phase.pieces:
             place = MemoryPlace("weights", piece.index)
             views = self.addresses[place][0].views(slot.room(place))
-            for name, parameter in piece.named:
+            for name, parameter in piece.weights.items():
                 set_data(parameter, views[name])
 
     def _unbind(self) -> None:
         """Replace the data of the current phase's parameters by placeholders without memory, which read as NaN."""
         for piece in () if self._current is None else self._current[0].pieces:
-            for parameter in piece.parameters:
+            for parameter in piece.weights.values():
                 make_absent(parameter, self.device)
         self._current = None
 

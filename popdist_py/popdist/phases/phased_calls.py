@@ -51,7 +51,7 @@ def install(run: PhasedRun) -> None:
             # a hook of the program may read the weights, as the hooks of torch.nn.utils.weight_norm do
             module.register_forward_pre_hook(partial(_bring_weights, unit, run), prepend=True)
     for piece in run.layers.pieces:
-        for name, parameter in piece.named if piece.units else ():
+        for name, parameter in piece.weights.items() if piece.units else ():
             run.calls.watch(piece, name, parameter)
 
 
@@ -96,7 +96,7 @@ class PhasedForward:
         """Check that each parameter of the layer is the same object as when ``phased()`` put the model's weights
         into the store (a file or memory). Raise WeightsError if a parameter is another tensor.
         """
-        stored_ids = {id(it) for piece in self.unit.pieces for it in piece.parameters}
+        stored_ids = {id(it) for piece in self.unit.pieces for it in piece.weights.values()}
         for name, parameter in self.unit.module.named_parameters():
             if id(parameter) not in stored_ids:
                 raise WeightsError(
@@ -302,7 +302,7 @@ class _Call:
             self._digest = digest_of_tensors(results)
         num_uses = Counter(map(_memory_of, results))
         sources = {_memory_of(it): place for place, it in reversed([*enumerate(entered)])} | {0: None}
-        weights = {_memory_of(it) for piece in self.unit.pieces for it in piece.parameters}
+        weights = {_memory_of(it) for piece in self.unit.pieces for it in piece.weights.values()}
         for number, it in enumerate(results):
             memory = _memory_of(it)
             place = sources.get(memory)
@@ -379,7 +379,7 @@ class _Call:
         """Add a weight's gradients in autocast's dtype, if several calls share one cast of the weight."""
         calls = self.run.calls
         for piece in self.unit.pieces:
-            for parameter in piece.parameters if calls.is_cast_shared(piece, self._casts.cache) else ():
+            for parameter in piece.weights.values() if calls.is_cast_shared(piece, self._casts.cache) else ():
                 if parameter.requires_grad and parameter.dtype == torch.float32 and parameter.dim():
                     node = _cast_node(parameter)
                     if node is not None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import nan
 from typing import Any, Final
 
@@ -35,19 +36,13 @@ class PhasePiece:
     """A piece: weights that the same layers use, so that these weights are read, written and updated together."""
 
     index: int
-    names: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
+    weights: Mapping[str, Parameter]  # by name
     units: tuple[int, ...]  # the indices of the layers that use the weights; empty if these stay in memory
-
-    @property
-    def named(self) -> list[tuple[str, Parameter]]:
-        """The name and the parameter of each weight."""
-        return list(zip(self.names, self.parameters, strict=True))
 
     @property
     def is_trained(self) -> bool:
         """Whether at least one of the weights requires a gradient now."""
-        return any(it.requires_grad for it in self.parameters)
+        return any(it.requires_grad for it in self.weights.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +68,11 @@ class PhasedLayers:
 
     units: tuple[Unit, ...]
     pieces: tuple[PhasePiece, ...]  # in the order of the units
+
+    @cached_property
+    def weights(self) -> dict[str, Parameter]:
+        """All weights of the model by name, in the order of the pieces."""
+        return {name: it for piece in self.pieces for name, it in piece.weights.items()}
 
     @property
     def resident(self) -> tuple[PhasePiece, ...]:
@@ -134,13 +134,13 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
             users.setdefault(parameter, []).append(index)
     inside = {part for unit in modules.values() for part in unit.modules()}
     outside = {it for part in model.modules() if part not in inside for it in part.parameters(recurse=False)}
-    groups: dict[tuple[int, ...], list[tuple[str, Parameter]]] = {}
+    groups: dict[tuple[int, ...], dict[str, Parameter]] = {}
     for name, parameter in model.named_parameters():
-        groups.setdefault(() if parameter in outside else tuple(users[parameter]), []).append((name, parameter))
-    pieces = list[PhasePiece]()
-    for units, named in sorted(groups.items(), key=lambda item: item[0] or (len(modules),)):
-        names, parameters = zip(*named, strict=True)
-        pieces.append(PhasePiece(index=len(pieces), names=names, parameters=parameters, units=units))
+        groups.setdefault(() if parameter in outside else tuple(users[parameter]), {})[name] = parameter
+    in_order = sorted(groups.items(), key=lambda item: item[0] or (len(modules),))
+    pieces = [
+        PhasePiece(index=index, weights=weights, units=units) for index, (units, weights) in enumerate(in_order)
+    ]
     return PhasedLayers(
         units=tuple(
             Unit(index=index, name=name, module=module, pieces=tuple(it for it in pieces if index in it.units))
@@ -152,7 +152,7 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
 
 def check_same(layers: PhasedLayers, module: nn.Module, forms: Mapping[str, TensorForm]) -> None:
     """Check that ``module`` still has these layers, and parameters with the dtypes and shapes ``forms``."""
-    names = {id(it): name for piece in layers.pieces for name, it in piece.named}
+    names = {id(it): name for name, it in layers.weights.items()}
     now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
     changed = [name for key, name in names.items() if key not in now]
     for key, (name, part) in now.items():
@@ -329,7 +329,7 @@ class CallCounts:
 
 def _refuse_hooks(piece: PhasePiece) -> None:
     """Raise WeightsError if a weight has a gradient hook, because two calls would run the hook twice."""
-    for name, parameter in piece.named:
+    for name, parameter in piece.weights.items():
         if num_gradient_hooks(parameter) > 1:  # one hook comes from CallCounts.watch()
             raise WeightsError(
                 f"{name} has a hook of its own for gradients, and its layer is called twice in a micro batch: in "

@@ -262,7 +262,7 @@ def _stored(
     if context.environment().contract.parallelism.is_shared and os.fspath(store) != HOST_MEMORY:
         store = Path(store) / f"part-{context.environment().contract.replica_part.index}"
     phased_layers = find_layers(module, layers)
-    forms = {name: TensorForm.of(part_itself(it)) for piece in phased_layers.pieces for name, it in piece.named}
+    forms = {name: TensorForm.of(part_itself(it)) for name, it in phased_layers.weights.items()}
     device = next((it.device for it in module.parameters() if not it.is_meta), None)
     is_meta, device = device is None, device or context.device()
     phase_store = PhaseStore.open(store, forms, group=group, device=device)
@@ -276,7 +276,7 @@ def _stored(
             give_back_memory(device)  # before the next layer is made
         phased_layers = find_layers(module, units)
         for piece in phased_layers.resident:
-            _write(phase_store, group, {name: it.detach() for name, it in piece.named})
+            _write(phase_store, group, {name: it.detach() for name, it in piece.weights.items()})
         if is_meta:
             move_buffers(module, device)
         if len(group.instances) > 1:

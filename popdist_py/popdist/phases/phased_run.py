@@ -40,8 +40,8 @@ class PhasedRun:
         self.layers = layers
         self.store = store
         self.memory = PhaseMemory(layers, store.device)
-        self.names = {id(it): name for piece in layers.pieces for name, it in piece.named}
-        sizes = [{name: store.weights.regions[name].num_bytes for name in it.names} for it in layers.pieces]
+        self.names = {id(it): name for name, it in layers.weights.items()}
+        sizes = [{name: store.weights.regions[name].num_bytes for name in it.weights} for it in layers.pieces]
         owners = deal(sizes, store.host_size)
         self.owned = {name for name, owner in owners.items() if owner == store.host_index}
         self.budget = PhaseBudget(self.memory, self.owned, is_first=group.backend.instance_index == 0)
@@ -52,7 +52,7 @@ class PhasedRun:
         self.sums = InstanceSums(group, layout)
         self.use_complete: Callable[[Iterable[PhasePiece]], None] = lambda _: None
         for piece in layers.pieces:
-            self.memory.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.names)]
+            self.memory.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.weights)]
 
     def cut(self, num_phases: int) -> None:
         """Divide the layers into ``num_phases`` phases of about equal bytes; fewer if there are fewer layers."""
@@ -80,8 +80,7 @@ class PhasedRun:
 
     def check_unwritten(self) -> None:
         """Check that the optimizer alone has written weights. Raise WeightsError if the program wrote weights."""
-        written = [name for piece in self.layers.pieces for name, it in piece.named if is_written(it)]
-        if written:
+        if written := [name for name, it in self.layers.weights.items() if is_written(it)]:
             self.memory.forget("weights", self.layers.pieces)
             raise written_error(written[0])
 
@@ -104,7 +103,7 @@ class PhasedRun:
         forms, own_names = dict[str, TensorForm](), dict[int, list[str]]()
         for piece in self.layers.pieces:
             own_names[piece.index] = []
-            for name, parameter in piece.named:
+            for name, parameter in piece.weights.items():
                 named_forms = {f"{name}/{key}": form for key, form in optimizer.forms_of(parameter).items()}
                 forms |= named_forms
                 own_names[piece.index] += named_forms if name in self.owned else ()
@@ -129,7 +128,7 @@ class PhasedRun:
         name, state = self.names[id(parameter)], self.store.tensors["state"]
         for key, value in written.items():
             state.write(f"{name}/{key}", value)
-        self.memory.forget("state", [it for it in self.layers.pieces if name in it.names])
+        self.memory.forget("state", [it for it in self.layers.pieces if name in it.weights])
 
     def reload(self) -> None:
         """Read all weights from the store at their next use, and mark the store as not torn, after new weights."""

@@ -70,7 +70,7 @@ class PhasedSteps(ModelSteps):
         """Check that a new step may begin, and set every ``.grad`` to None."""
         self.check_same()
         optimizer = self.run.optimizer_now()
-        left = [it for piece in self.run.layers.pieces for it in piece.parameters if it.grad is not None]
+        left = [it for it in self.run.layers.weights.values() if it.grad is not None]
         if self.is_unfinished and (optimizer.step_in_backward or not all(is_used(it.grad) for it in left)):
             leave_out = "" if optimizer.step_in_backward else ", or optimizer.zero_grad() to leave out a step"
             raise GradientError(
@@ -123,7 +123,7 @@ class PhasedSteps(ModelSteps):
         run.memory.begin_writing()
         run.store.end_step(run.memory.wait)
         if run.store.host_size > 1:
-            run.memory.forget("weights", [it for it in gradients.trained if not run.owned.issuperset(it.names)])
+            run.memory.forget("weights", [it for it in gradients.trained if not run.owned.issuperset(it.weights)])
         run.memory.end_step()
         run.budget.end_step(run.order)
 
@@ -160,7 +160,7 @@ class PhasedGradients(GradientKeeper):
         run, group = self._run, self._run.sums.group
         self._loop = loop
         self.trained = [piece for piece in run.layers.pieces if piece.is_trained]
-        gradients = {piece.index: PieceGradient(piece.named) for piece in self.trained}
+        gradients = {piece.index: PieceGradient(piece.weights.items()) for piece in self.trained}
         merges, num_planes = merges_of(run.sums.layout, group.backend.instance_index, self._accumulation)
         self._make_room(gradients, num_planes)
         for index, gradient in gradients.items():
@@ -184,14 +184,14 @@ class PhasedGradients(GradientKeeper):
             for index, gradient in gradients.items()
         }
         if not run.optimizer_now().step_in_backward:
-            forms |= {name: run.form_of(it) for piece in self.trained for name, it in piece.named}
+            forms |= {name: run.form_of(it) for piece in self.trained for name, it in piece.weights.items()}
         known = store.tensors["gradients"].forms if "gradients" in store.tensors else {}
         if all(name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()):
             return
         stored = store.add("gradients", forms)
         own_planes = range(num_planes * store.host_index, num_planes * (store.host_index + 1))
         for piece in self.trained:
-            kept = [name for name in piece.names if name in forms and name in run.owned]
+            kept = [name for name in piece.weights if name in forms and name in run.owned]
             names = [kept, *([f"{plane}/{piece.index}"] for plane in own_planes)]
             run.memory.addresses[MemoryPlace("sum", piece.index)] = [stored.part(it) for it in names]
         run.memory.place_anew()
@@ -238,9 +238,8 @@ class PhasedGradients(GradientKeeper):
     def clear(self) -> None:
         """End the loop without a step, and set every ``.grad`` to None."""
         self._run.calls.end_micro_batch()
-        for piece in self._run.layers.pieces:
-            for parameter in piece.parameters:
-                parameter.grad = None
+        for parameter in self._run.layers.weights.values():
+            parameter.grad = None
 
     def _wanted_back(self, piece: PhasePiece) -> Wanted:
         """Return the stored tensors that a backward pass or an update needs beside the weights of ``piece``."""
@@ -249,7 +248,7 @@ class PhasedGradients(GradientKeeper):
         optimizer, addresses = self._run.optimizer_now(), self._run.memory.addresses
         state, sums = MemoryPlace("state", piece.index), MemoryPlace("sum", piece.index)
         is_updated = self._is_loop_over or (self._number == self._loop.last and optimizer.step_in_backward)
-        has_state = is_updated and not optimizer.state.keys().isdisjoint(piece.parameters)
+        has_state = is_updated and not optimizer.state.keys().isdisjoint(piece.weights.values())
         wanted = {state: addresses[state][0]} if has_state else {}
         if self._is_loop_over:
             return {**wanted, sums: addresses[sums][0]}
@@ -324,20 +323,22 @@ class PhasedGradients(GradientKeeper):
     def _use(self, piece: PhasePiece) -> None:
         """Update the weights of ``piece`` by their gradients, or write the gradients to the store for later."""
         optimizer = self._run.optimizer_now()
-        gradients = {it: it.grad for it in piece.parameters if it.grad is not None and optimizer.forms_of(it)}
+        gradients = {
+            it: it.grad for it in piece.weights.values() if it.grad is not None and optimizer.forms_of(it)
+        }
         if optimizer.step_in_backward:
             self._update(piece, gradients)
         else:
             self._keep(piece, gradients)
         self._used += gradients
-        for parameter in piece.parameters:
+        for parameter in piece.weights.values():
             parameter.grad = None
 
     @torch.no_grad()
     def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
         """Update the weights of ``piece`` that this instance owns, and have them written to the store later."""
         run, optimizer, memory = self._run, self._run.optimizer_now(), self._run.memory
-        owned = {it: name for name, it in piece.named if name in run.owned and optimizer.forms_of(it)}
+        owned = {it: name for name, it in piece.weights.items() if name in run.owned and optimizer.forms_of(it)}
         updated = {it: name for it, name in owned.items() if it in gradients}
         if not updated:
             return
@@ -392,7 +393,7 @@ class PhasedGradients(GradientKeeper):
         optimizer.begin_update()
         run.store.begin_step(run.store.step + 1)
         for piece in self._agreed_order():
-            owned = {it: name for name, it in piece.named if name in run.owned and it.grad is not None}
+            owned = {it: name for name, it in piece.weights.items() if name in run.owned and it.grad is not None}
             if owned:
                 self._enter(piece)
                 kept = run.memory.addresses[MemoryPlace("sum", piece.index)][0]
