@@ -203,7 +203,8 @@ class PhasedOptimizer(Optimizer):
         def make(some: list[Parameter]) -> Optimizer:
             return self._optimizer_class([{**settings, "params": some}], **self._given)
 
-        kinds = [(self._run.form_of(parameter), local_part(parameter).device) for parameter in parameters]
+        weight_forms = [self.store.weights.forms[self._names[id(parameter)]] for parameter in parameters]
+        kinds = [(form, local_part(it).device) for form, it in zip(weight_forms, parameters, strict=True)]
         try:
             stepper = OneByOne(make, [(form.shape, form.dtype, device) for form, device in kinds])
             forms = {kind: _form_of_state(stepper, *kind) for kind in dict.fromkeys(kinds)}
@@ -348,16 +349,21 @@ class PhasedOptimizer(Optimizer):
                 self._refuse_state(place, new_state)
             self.state[parameter] = {name: deepcopy(new_state[name]) for name in form.values}
             form.write_record(record, new_state)
-            stored, place_of = self._run.stored_state(parameter), self.store.place_of
+            stored, place_of = self.mapped_state(parameter), self.store.place_of
             written |= {
                 name: new_state[name] for name in form.tensors if place_of(saved[name]) != place_of(stored[name])
             }
-        self._run.write_state(parameter, written)
+        for name, value in written.items():
+            self.store.tensors["state"].write(f"{place.name}/{name}", value)
+        self._run.memory.forget("state", [it for it in self._run.layers.pieces if place.name in it.weights])
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state tensors of ``parameter``, mapped from the store, also before the first update."""
-        stored = self._run.stored_state(parameter)
-        return {name: stored[name] for name in self._places[parameter].form.tensors}
+        """Return the state tensors of ``parameter`` and the record of its small values, mapped from the store,
+        also before the first update.
+        """
+        self._run.memory.wait()
+        place, state = self._places[parameter], self.store.tensors["state"]
+        return {name: state.mapped(f"{place.name}/{name}") for name in place.form.stored}
 
     @property
     def store(self) -> Any:
@@ -379,7 +385,7 @@ class PhasedOptimizer(Optimizer):
 
     def _whole_state(self, parameter: Tensor) -> State:
         """Return the optimizer's state of ``parameter`` from the store; empty before the first update."""
-        form, stored = self._places[parameter].form, self._run.stored_state(parameter)
+        form, stored = self._places[parameter].form, self.mapped_state(parameter)
         values = form.read_record(stored[RECORD])
         if values is None:
             return {}

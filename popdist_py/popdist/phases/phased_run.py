@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.nn import Parameter
 
 from popdist.errors import OptimizerError
 from popdist.exchange.groups import Group
@@ -112,23 +110,6 @@ class PhasedRun:
             self.memory.addresses[MemoryPlace("state", index)] = [stored.part(names)]
         self.optimizer = weakref.ref(optimizer)
         self.memory.place_anew()
-
-    def form_of(self, parameter: Parameter) -> TensorForm:
-        """Return the dtype, shape and strides of a weight, or of this instance's part of a weight."""
-        return self.store.weights.forms[self.names[id(parameter)]]
-
-    def stored_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Return the tensors of the optimizer's state for ``parameter``, mapped from the store."""
-        self.memory.wait()
-        name, state = self.names[id(parameter)], self.store.tensors["state"]
-        return {key: state.mapped(f"{name}/{key}") for key in self.optimizer_now().forms_of(parameter)}
-
-    def write_state(self, parameter: Parameter, written: Mapping[str, Tensor]) -> None:
-        """Write the tensors ``written`` of the optimizer's state for ``parameter`` to the store."""
-        name, state = self.names[id(parameter)], self.store.tensors["state"]
-        for key, value in written.items():
-            state.write(f"{name}/{key}", value)
-        self.memory.forget("state", [it for it in self.layers.pieces if name in it.weights])
 
     def reload(self) -> None:
         """Read all weights from the store at their next use, and mark the store as not torn, after new weights."""

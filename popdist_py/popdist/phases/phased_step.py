@@ -184,7 +184,7 @@ class PhasedGradients(GradientKeeper):
             for index, gradient in gradients.items()
         }
         if not run.optimizer_now().step_in_backward:
-            forms |= {name: run.form_of(it) for piece in self.trained for name, it in piece.weights.items()}
+            forms |= {name: store.weights.forms[name] for piece in self.trained for name in piece.weights}
         known = store.tensors["gradients"].forms if "gradients" in store.tensors else {}
         if all(name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()):
             return
