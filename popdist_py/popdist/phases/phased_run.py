@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-
 from popdist.errors import OptimizerError
 from popdist.exchange.groups import Group
 from popdist.ground.layout import ReplicaLayout

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from popdist.errors import StoreError
-from popdist.exchange.host_memory import forks
 from popdist.ground.accelerators import accelerator
 from popdist.ground.local_tensors import TensorForm
 
@@ -170,33 +169,38 @@ class StoreThreads:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="popdist-store")
         self._device = device
         self._own = threading.local()
-        self._is_child = False
+        self._owner = os.getpid()
         self._is_closed = False
-        forks.call_in_children(self._refuse)
 
     def start(self, pieces: Sequence[Callable[[], None]]) -> Transfer:
         """Run the functions ``pieces`` in the threads, in about this order, and return an object to wait for."""
-        if self._is_child:
+        if os.getpid() != self._owner:
             raise StoreError("this process was forked from one that trains in phases: only that one has the store")
         if self._is_closed:
             raise StoreError("the store is closed")
         return Transfer([self._threads.submit(piece) for piece in pieces])
 
-    def staging(self) -> tuple[Tensor, torch.Stream]:
-        """Return pinned memory for one piece, and a stream of the device, both of the calling thread."""
+    def staging(self, num_bytes: int) -> Tensor:
+        """Return pinned memory of the calling thread for a piece of ``num_bytes`` bytes."""
         if not hasattr(self._own, "memory"):
             self._own.memory = make_buffer(PIECE_BYTES, is_pinned=True)
             self._own.stream = torch.Stream(self._device)
-        return self._own.memory, self._own.stream
+        memory: Tensor = self._own.memory[:num_bytes]
+        return memory
+
+    def copy(self, into: Tensor, data: Tensor, ready: torch.Event) -> None:
+        """Copy ``data`` between the device and memory from :meth:`staging`, after ``ready``; wait for the end."""
+        stream = self._own.stream
+        with accelerator.in_stream(stream):
+            stream.wait_event(ready)
+            into.copy_(data, non_blocking=True)
+        stream.synchronize()
 
     def close(self) -> None:
         """Wait for the reads and writes that have begun, and end the threads."""
         self._is_closed = True
-        if not self._is_child:
+        if os.getpid() == self._owner:
             self._threads.shutdown()
-
-    def _refuse(self) -> None:
-        self._is_child = True
 
 
 class StoreFile:
@@ -223,11 +227,11 @@ class StoreFile:
         ``into`` is a flat tensor of bytes. ``start``, the length and, on the CPU, the address are multiples of
         ``BLOCK_BYTES``.
         """
-        return self._begin(start, into, ready, self._read_piece, self._read_to_device)
+        return self._begin(self._read_piece, start, into, ready)
 
     def write(self, start: int, data: Tensor, ready: Ready = None) -> Transfer:
         """Begin to write ``data``, a flat tensor of bytes, to the file at byte ``start``; see :meth:`read`."""
-        return self._begin(start, data, ready, self._write_piece, self._write_from_device)
+        return self._begin(self._write_piece, start, data, ready)
 
     def write_tensor(self, region: Region, form: TensorForm, tensor: Tensor) -> None:
         """Write ``tensor`` to the range ``region`` of the file, in the layout ``form``, and wait for the end."""
@@ -290,9 +294,9 @@ class StoreFile:
         digests = [b"" for _ in starts]
 
         def copy(index: int) -> None:
-            data = _view(make_buffer(min(PIECE_BYTES, self.num_bytes - starts[index])))
+            data = make_buffer(min(PIECE_BYTES, self.num_bytes - starts[index]))
             self._read_piece(starts[index], data)
-            digests[index] = blake2b(data).digest()
+            digests[index] = blake2b(_view(data)).digest()
             if target is not None:
                 target._write_piece(starts[index], data)  # noqa: SLF001 - the method belongs to the same class
 
@@ -300,12 +304,7 @@ class StoreFile:
         return _digest_of(digests)
 
     def _begin(
-        self,
-        start: int,
-        memory: Tensor,
-        ready: Ready,
-        run: Callable[[int, memoryview], None],
-        run_on_device: Callable[[int, Tensor, torch.Event], None],
+        self, run: Callable[[int, Tensor, Ready], None], start: int, memory: Tensor, ready: Ready
     ) -> Transfer:
         length = len(memory)
         if (start | length | (memory.data_ptr() if ready is None else 0)) % BLOCK_BYTES:
@@ -316,24 +315,28 @@ class StoreFile:
             )
         share = whole_blocks(-(-length // NUM_THREADS))  # so that no thread is idle
         size = min(PIECE_BYTES, max(share, _LEAST_PIECE_BYTES))
-        parts = [(start + at, memory[at : at + size]) for at in range(0, length, size)]
-        if ready is None:
-            return self._threads.start([partial(run, at, _view(part)) for at, part in parts])
-        return self._threads.start([partial(run_on_device, at, part, ready) for at, part in parts])
+        places = range(0, length, size)
+        return self._threads.start([partial(run, start + at, memory[at : at + size], ready) for at in places])
 
-    def _read_piece(self, start: int, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            count = self._called("read", os.preadv, start + done, into[done:])
+    def _read_piece(self, start: int, into: Tensor, ready: Ready = None) -> None:
+        memory = into if ready is None else self._threads.staging(len(into))
+        view, done = _view(memory), 0
+        while done < len(view):
+            count = self._called("read", os.preadv, start + done, view[done:])
             if not count:
                 raise StoreError(f"{self.name} ends at byte {start + done}: it was cut, so its model is lost")
             done += count
         self._drop(start, len(into))
+        if ready is not None:
+            self._threads.copy(into, memory, ready)
 
-    def _write_piece(self, start: int, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += self._called("written", os.pwritev, start + done, data[done:])
+    def _write_piece(self, start: int, data: Tensor, ready: Ready = None) -> None:
+        memory = data if ready is None else self._threads.staging(len(data))
+        if ready is not None:
+            self._threads.copy(memory, data, ready)
+        view, done = _view(memory), 0
+        while done < len(view):
+            done += self._called("written", os.pwritev, start + done, view[done:])
         if self.path is not None and self._direct is None:
             os.fdatasync(self.descriptor)  # the kernel drops only bytes that are on the disk
         self._drop(start, len(data))
@@ -352,22 +355,6 @@ class StoreFile:
     def _drop(self, start: int, num_bytes: int) -> None:
         if self.path is not None and self._direct is None:
             os.posix_fadvise(self.descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
-
-    def _read_to_device(self, start: int, into: Tensor, ready: torch.Event) -> None:
-        memory, stream = self._threads.staging()
-        self._read_piece(start, _view(memory[: len(into)]))
-        with accelerator.in_stream(stream):
-            stream.wait_event(ready)
-            into.copy_(memory[: len(into)], non_blocking=True)
-        stream.synchronize()
-
-    def _write_from_device(self, start: int, data: Tensor, ready: torch.Event) -> None:
-        memory, stream = self._threads.staging()
-        with accelerator.in_stream(stream):
-            stream.wait_event(ready)
-            memory[: len(data)].copy_(data, non_blocking=True)
-        stream.synchronize()
-        self._write_piece(start, _view(memory[: len(data)]))
 
 
 def _view(memory: Tensor) -> memoryview:
