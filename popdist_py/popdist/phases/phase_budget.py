@@ -5,13 +5,13 @@ the phases, torch included, is taken to be the same with larger phases.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from time import perf_counter
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -33,22 +33,15 @@ _SPARE: Final = 0.02
 """The share of the memory limit that stays free, because the use of memory differs from step to step."""
 
 
+Work: TypeAlias = Literal["forward", "backward", "update"]
+
+
 def limit_of(memory: str | int) -> int:
     """Return the memory limit ``memory``, a number or a text such as ``2 GB`` or ``1.5 GiB``, in bytes."""
     size = None if isinstance(memory, bool) else bytes_of(str(memory))
     if size is None:
         raise WeightsError(f"memory={memory!r} is no size: give bytes, or a text such as '2 GB' or '1.5 GiB'")
     return size
-
-
-@dataclass(kw_only=True, eq=False)
-class _Times:
-    """The seconds of one layer's passes and updates in a measured step, and the memory that one pass needs."""
-
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    update_seconds: float = 0.0
-    grown_bytes: int = 0  # the memory that one pass needs beside the weights
 
 
 class PhaseBudget:
@@ -68,11 +61,12 @@ class PhaseBudget:
         self._is_measuring = False
         self._began = 0.0
         self._loop = Loop()
-        self._times: dict[int, _Times] = {}
+        # the seconds of each layer's passes and updates in the last measured step
+        self._seconds: defaultdict[tuple[int, Work], float] = defaultdict(float)
         self._peak_bytes = 0  # the largest memory use in the first step
         self._inside = 0.0  # seconds of updates inside of a backward pass
         self._beside = 0.0  # bytes that the process has in use beside phases and activations
-        self._needed: dict[int, float] = {}  # the bytes that the passes of each layer need, once measured
+        self._needed: dict[int, int] = {}  # the bytes that a pass of each layer needs beside the weights
         self.predicted_seconds: float | None = None  # the planned seconds of a step
         self._later: list[float] = []
 
@@ -83,7 +77,7 @@ class PhaseBudget:
             num_micro_batches=num_micro_batches, updates_apart=updates_apart, is_shared=self._is_shared
         )
         if self._is_measuring:
-            self._times = {unit.index: _Times() for unit in self._memory.layers.units}
+            self._seconds.clear()
         if not self._num_steps:
             give_back_memory(self._memory.device)
             self._check_room()
@@ -98,7 +92,7 @@ class PhaseBudget:
         if not self._is_measuring:
             yield
             return
-        times, is_first = self._times[unit.index], not self._num_steps
+        is_first = not self._num_steps
         if is_first:
             self._next_peak()
         before, self._inside = resident_bytes(self._memory.device), 0.0
@@ -106,11 +100,8 @@ class PhaseBudget:
         yield
         seconds = self._computed() - start - self._inside
         if is_first:
-            times.grown_bytes = max(times.grown_bytes, self._next_peak() - before)
-        if backward:
-            times.backward_seconds += seconds
-        else:
-            times.forward_seconds += seconds
+            self._needed[unit.index] = max(self._needed.get(unit.index, 0), self._next_peak() - before)
+        self._seconds[unit.index, "backward" if backward else "forward"] += seconds
 
     @contextmanager
     def updating(self, units: Sequence[int]) -> Iterator[None]:
@@ -123,7 +114,7 @@ class PhaseBudget:
         seconds = self._computed() - start
         self._inside += seconds
         if units:
-            self._times[min(units)].update_seconds += seconds
+            self._seconds[min(units), "update"] += seconds
 
     def end_step(self, order: Sequence[int]) -> None:
         """End a step; after the last measured step plan the phases. ``order`` has the layers in forward order."""
@@ -145,14 +136,14 @@ class PhaseBudget:
         device = self._memory.device
         if self.limit_bytes is None or device.type != "cpu":
             return
-        most = self.limit_bytes * (1 - _SPARE) - self._needed.get(unit.index, inf)
+        needed = self._needed.get(unit.index, 0) if self._num_steps else inf
+        most = self.limit_bytes * (1 - _SPARE) - needed
         if resident_bytes(device) > most:
             give_back_memory(device)
 
     def _note_memory(self) -> None:
-        """Record the memory that the first step used: for the passes of each layer, and beside the phases."""
+        """Record the memory that the first step used beside the phases."""
         self._next_peak()
-        self._needed = {index: times.grown_bytes for index, times in self._times.items()}
         costs = [self._cost(unit) for unit in self._memory.layers.units]
         self._beside = self._peak_bytes - memory_with(costs, self._cuts(), self._loop).total
 
@@ -189,7 +180,7 @@ class PhaseBudget:
 
     def _cost(self, unit: Unit) -> UnitCost:
         """Return the bytes and seconds of a layer. A weight that layers share is updated with the first layer."""
-        times, size, number = self._times[unit.index], self._memory.size, self._loop.num_micro_batches
+        seconds, size, number = self._seconds, self._memory.size, self._loop.num_micro_batches
         first_pieces = [piece for piece in unit.pieces if piece.units[0] == unit.index]
         trained = [(name, it) for piece in first_pieces for name, it in piece.weights.items() if it.requires_grad]
         return UnitCost(
@@ -199,9 +190,9 @@ class PhaseBudget:
             state_bytes=sum(size("state", piece.index) for piece in first_pieces),
             input_bytes=0.0,  # activations count as memory beside the phases: see _note_memory
             running_bytes=0.0,
-            forward_seconds=times.forward_seconds / number,
-            backward_seconds=times.backward_seconds / number,
-            update_seconds=times.update_seconds,
+            forward_seconds=seconds[unit.index, "forward"] / number,
+            backward_seconds=seconds[unit.index, "backward"] / number,
+            update_seconds=seconds[unit.index, "update"],
         )
 
     def _plan(self, order: Sequence[int]) -> None:
