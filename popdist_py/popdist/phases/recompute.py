@@ -213,22 +213,19 @@ def digest_of_tensors(results: Iterable[Tensor]) -> str:
 class LayerState:
     """The buffers and random states that a layer's forward pass starts from, to be used again later."""
 
+    _random: "_RandomStates"
+
     def __init__(self, layer: nn.Module) -> None:
         self._places = [(owner, key) for owner in layer.modules() for key, _ in owner.named_buffers(recurse=False)]
         self._starts: list[tuple[nn.Module, str, Tensor]] = []
         tensors = (*layer.parameters(), *layer.buffers())
         # torch's checkpoint looks for devices among the layer's positional arguments only
         self._devices = {it.device for it in tensors} - {torch.device("cpu"), torch.device("meta")}
-        self._python: Any = None
-        self._numpy: Any = None
-        self._torch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._of_devices: dict[torch.device, Tensor] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """A context of a forward pass, which saves the random states and the buffers that the pass writes."""
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
-        self._torch, self._of_devices = torch.get_rng_state(), self._states_of_devices()
+        self._random = _RandomStates(self._devices)
         before = [
             (owner, key, it := getattr(owner, key), it.detach().clone(), num_writes(it))
             for owner, key in self._places
@@ -244,12 +241,8 @@ class LayerState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context with the saved random states and buffers in place; at its end the present values come back."""
-        python, numpy = random.getstate(), np.random.get_state(legacy=False)
-        now_of_torch, of_devices = torch.get_rng_state(), self._states_of_devices()
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        _put_in(self._of_devices)
+        random_now = _RandomStates(self._devices)
+        self._random.put_in()
         now = [(owner, key, getattr(owner, key)) for owner, key, _ in self._starts]
         for owner, key, start in self._starts:
             setattr(owner, key, start.clone())  # the layer writes the copy; a further pass needs ``start`` again
@@ -258,18 +251,24 @@ class LayerState:
         finally:
             for owner, key, tensor in now:
                 setattr(owner, key, tensor)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(now_of_torch)
-            _put_in(of_devices)
-
-    def _states_of_devices(self) -> dict[torch.device, Tensor]:
-        return {device: accelerator.random_state(device) for device in self._devices}
+            random_now.put_in()
 
 
-def _put_in(states: dict[torch.device, Tensor]) -> None:
-    for device, state in states.items():
-        accelerator.set_random_state(device, state)
+class _RandomStates:
+    """The present states of all random generators: Python's, numpy's, torch's, and those of some devices."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
+        self._torch = torch.get_rng_state()
+        self._of_devices = {device: accelerator.random_state(device) for device in devices}
+
+    def put_in(self) -> None:
+        """Make all these generators continue from their states."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for device, state in self._of_devices.items():
+            accelerator.set_random_state(device, state)
 
 
 class _Policy:
