@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any, Final, NoReturn
 
 import torch
@@ -77,15 +76,12 @@ class PhasedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward pass with its weights in memory, and return the result."""
         inputs: list[Tensor] = []
-        structure = _take_out((args, kwargs), inputs)
+        structure = _take_out(without_caches(args, kwargs), inputs)
         is_passed_back = self.unit.is_trained or any(it.requires_grad for it in inputs)
         if not torch.is_grad_enabled() or not is_passed_back:
             with self.run.running(self.unit, backward=False):
                 return self.forward(*args, **kwargs)
         self._check_weights()
-        if any(hasattr(it, "get_seq_length") for it in chain(args, kwargs.values())):
-            inputs = []
-            structure = _take_out(without_caches(args, kwargs), inputs)
         call = _Call(self, structure)
         with _explained(self.unit):
             call.first(inputs)

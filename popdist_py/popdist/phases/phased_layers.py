@@ -222,7 +222,6 @@ class CallCounts:
         self._is_passed_back = False
         self._unit: int | None = None  # the layer in its backward pass
         self._num_casts: Counter[tuple[int, object]] = Counter()  # calls by a piece and autocast's cache
-        self._shared: set[tuple[int, object]] = set()  # the keys with several calls
         self._casts: dict[
             tuple[int, object], dict[Parameter, Tensor]
         ] = {}  # sums of gradients in autocast's dtype
@@ -230,7 +229,7 @@ class CallCounts:
     def begin_micro_batch(self) -> None:
         """Begin a micro batch: clear all counts and all sums of gradients."""
         self.micro_batch, self._is_passed_back, self._unit = object(), False, None
-        for it in (self._counts, self._num_casts, self._shared, self._casts):
+        for it in (self._counts, self._num_casts, self._casts):
             it.clear()
 
     def end_micro_batch(self) -> None:
@@ -251,9 +250,7 @@ class CallCounts:
             if self._counts[piece.index] == 2:
                 _refuse_hooks(piece)
             if cache is not None:
-                key = (piece.index, cache)
-                self._num_casts[key] += 1
-                self._shared |= {key} if self._num_casts[key] > 1 else set()
+                self._num_casts[piece.index, cache] += 1
         return self.micro_batch
 
     def check(self, unit: Unit, micro_batch: object) -> None:
@@ -290,7 +287,8 @@ class CallCounts:
 
     def is_cast_shared(self, piece: PhasePiece, cache: object) -> bool:
         """Whether several calls use the same cast of a weight of ``piece``, which lies in autocast's ``cache``."""
-        return (piece.index, cache) in self._shared
+        key = (piece.index, cache)
+        return self._num_casts[key] > 1 or key in self._casts
 
     def add_cast(
         self, piece: PhasePiece, parameter: Parameter, cache: object, gradients: tuple[Tensor, ...]
