@@ -66,8 +66,7 @@ class PieceGradient:
     """The layout of some parameters' gradients in one flat tensor of bytes."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
-        self._parameters = dict(named_parameters)
-        self.layout = GradientLayout(self._parameters.items())
+        self.layout = GradientLayout(named_parameters)
         self._places: list[tuple[int, int, torch.dtype]] = []
         self.num_bytes = 0
         for buffer in self.layout.flat_buffers:
@@ -75,16 +74,10 @@ class PieceGradient:
             self._places.append((self.num_bytes, end, buffer.dtype))
             self.num_bytes = -(-end // _LINE_BYTES) * _LINE_BYTES
 
-    @property
-    def is_there(self) -> bool:
-        """Whether at least one of the parameters has a ``.grad``."""
-        return any(it.grad is not None for it in self._parameters.values())
-
     def make(self, *, zeros: bool = False) -> Tensor:
         """Return a new tensor of bytes for the gradients, without values or, with ``zeros``, full of zeros."""
-        device = next(iter(self._parameters.values())).device
         make = torch.zeros if zeros else torch.empty
-        return make(self.num_bytes, dtype=torch.uint8, device=device)
+        return make(self.num_bytes, dtype=torch.uint8, device=self.layout.flat_buffers[0].device)
 
     def parts(self, memory: Tensor) -> FlatTensors:
         """Return the flat buffers of gradients, one for each dtype, as views of the tensor of bytes ``memory``."""
@@ -177,7 +170,7 @@ class PieceSum:
         gradient, merges = self.gradient, self._merges[position]
         value: Tensor | None = None
         times = self._times(position) if has_gradient else 0.0
-        if times and gradient.is_there:
+        if times and gradient.layout.used():
             is_new = not merges and position + 1 < len(self._merges)
             value = self._memory.room(self._place) if is_new else gradient.make()
             self.used |= gradient.layout.fill(gradient.gradient(value), times=times, clears=True)
