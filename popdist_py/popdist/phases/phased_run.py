@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from popdist.errors import OptimizerError
 from popdist.exchange.groups import Group
 from popdist.ground.layout import ReplicaLayout
-from popdist.ground.local_tensors import TensorForm
 from popdist.phases.phase_budget import PhaseBudget
 from popdist.phases.phase_memory import MemoryPlace, PhaseMemory
 from popdist.phases.phase_store import PhaseStore
@@ -96,17 +95,13 @@ class PhasedRun:
         self.store.check_open()
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
-        self.memory.wait()
-        forms, own_names = dict[str, TensorForm](), dict[int, list[str]]()
+        forms_of = {name: optimizer.forms_of(parameter) for name, parameter in self.layers.weights.items()}
+        stored = self.store.add(
+            "state", {f"{name}/{key}": form for name, forms in forms_of.items() for key, form in forms.items()}
+        )
         for piece in self.layers.pieces:
-            own_names[piece.index] = []
-            for name, parameter in piece.weights.items():
-                named_forms = {f"{name}/{key}": form for key, form in optimizer.forms_of(parameter).items()}
-                forms |= named_forms
-                own_names[piece.index] += named_forms if name in self.owned else ()
-        stored = self.store.add("state", forms)
-        for index, names in own_names.items():
-            self.memory.addresses[MemoryPlace("state", index)] = [stored.part(names)]
+            owned = [f"{name}/{key}" for name in piece.weights if name in self.owned for key in forms_of[name]]
+            self.memory.addresses[MemoryPlace("state", piece.index)] = [stored.part(owned)]
         self.optimizer = weakref.ref(optimizer)
         self.memory.place_anew()
 
