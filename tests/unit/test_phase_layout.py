@@ -27,10 +27,10 @@ def test_each_tensor_begins_with_a_block() -> None:
     assert lay_out({}) == {}
 
 
-def test_each_unit_is_dealt_evenly() -> None:
-    """Within each unit as far as it goes, then over all; a tied parameter has one owner."""
-    units = [{"embedding": 100}, {"w1": 40, "w2": 40, "b": 1}, {"head": 3, "embedding": 100}]
+def test_each_piece_is_dealt_evenly() -> None:
+    """Within each piece as far as it goes, then over all."""
+    pieces = [{"embedding": 100}, {"w1": 40, "w2": 40, "b": 1}, {"head": 3}]
 
-    assert deal(units, 1) == dict.fromkeys(["embedding", "w1", "w2", "b", "head"], 0)
-    assert deal(units, 2) == {"embedding": 0, "w1": 1, "w2": 0, "b": 1, "head": 1}
+    assert deal(pieces, 1) == dict.fromkeys(["embedding", "w1", "w2", "b", "head"], 0)
+    assert deal(pieces, 2) == {"embedding": 0, "w1": 1, "w2": 0, "b": 1, "head": 1}
     assert deal([], 3) == {}

@@ -111,21 +111,20 @@ class PhasedRun:
         self.memory.forget("weights", self.layers.pieces)
 
 
-def deal(units: Sequence[Mapping[str, int]], num_instances: int) -> dict[str, int]:
-    """Give each parameter to one instance of a host, so that each instance has about equal bytes of each unit.
+def deal(pieces: Sequence[Mapping[str, int]], num_instances: int) -> dict[str, int]:
+    """Give each parameter to one instance of a host, so that each instance has about equal bytes of each piece.
 
-    Each of ``units``, the layers, maps parameter names to bytes. The largest parameter is dealt first, to the
-    instance that has least bytes of this unit; if instances are equal, least bytes of all, then to the first.
+    Each of ``pieces`` maps names of parameters, which no other piece has, to bytes. The largest parameter is dealt
+    first, to the instance that has least bytes of this piece; if instances are equal, least bytes of all, then to
+    the first.
     """
     owners: dict[str, int] = {}
     in_all = [0] * num_instances
-    for unit in units:
-        in_unit = [0] * num_instances
-        for name in sorted(unit, key=lambda name: -unit[name]):
-            if name in owners:  # an earlier unit has the same parameter
-                continue
-            owner = min(range(num_instances), key=lambda index: (in_unit[index], in_all[index], index))
+    for piece in pieces:
+        in_piece = [0] * num_instances
+        for name in sorted(piece, key=lambda name: -piece[name]):
+            owner = min(range(num_instances), key=lambda index: (in_piece[index], in_all[index], index))
             owners[name] = owner
-            in_unit[owner] += unit[name]
-            in_all[owner] += unit[name]
+            in_piece[owner] += piece[name]
+            in_all[owner] += piece[name]
     return owners
