@@ -243,7 +243,7 @@ def _checked_layout(module: nn.Module) -> ReplicaLayout:
             f"phased() in a job of pipelines of {contract.parallelism.pipeline} stages, each of which is whole in "
             "memory: start the job with pipeline=1, for whole models or tensor-parallel ones"
         )
-    refuse_module(module, context.instances_of_replica(), contract.parallelism.stage_of(contract.instance_index))
+    refuse_module(module)
     return contract.layout
 
 

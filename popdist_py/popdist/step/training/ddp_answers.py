@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError, name_instances
 from popdist.ground.local_tensors import is_distributed, is_fully_sharded
+from popdist.job import context
 
 _MOVE: Final = "move the module first: ReplicatedModel(net.to(popdist.device()))"
 _NOTHING: Final = "leave it out"
@@ -85,12 +86,8 @@ def refuse_wrappers(model_class: type[nn.Module]) -> None:
     register_module_module_registration_hook(refuse)
 
 
-def refuse_module(module: nn.Module, instances: range, of_stage: range) -> None:
-    """Raise WeightsError if the module reduces gradients itself, or a parameter has no shape yet.
-
-    ``instances`` are the instances of this instance's replica. The instances ``of_stage`` are a part of them, and
-    may share a parameter: a parameter that is cut over other instances cannot be added over the replicas.
-    """
+def refuse_module(module: nn.Module) -> None:
+    """Raise WeightsError if the module reduces gradients itself, or a parameter has no shape yet."""
     for name, part in module.named_modules():
         for kind in type(part).__mro__:
             if kind.__name__ in _WRAPPERS:
@@ -111,20 +108,17 @@ def refuse_module(module: nn.Module, instances: range, of_stage: range) -> None:
                 "Make it of a tensor.expand(...).clone()"
             )
         if is_distributed(parameter):
-            _refuse_mesh(module, name, parameter, instances, of_stage)
+            _refuse_mesh(module, name, parameter)
 
 
-def _refuse_mesh(
-    module: nn.Module,
-    name: str,
-    parameter: Any,
-    instances: range,
-    of_stage: range,
-) -> None:
+def _refuse_mesh(module: nn.Module, name: str, parameter: Any) -> None:
     """Raise WeightsError if a parameter is on a mesh of several replicas or stages.
 
-    Its gradients would be added twice over the replicas, or never.
+    Its gradients would be added twice over the replicas, or never. Only the instances of one stage of this
+    instance's replica may share a parameter.
     """
+    contract, instances = context.environment().contract, context.instances_of_replica()
+    of_stage = contract.parallelism.stage_of(contract.instance_index)
     mesh = parameter.device_mesh
     ranks = mesh.mesh.flatten().tolist()
     if all(rank in of_stage for rank in ranks):

@@ -113,10 +113,8 @@ class ReplicatedModel(WrappingModel):
             )
         if not isinstance(module, nn.Module):
             raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
-        contract = context.environment().contract
-        of_stage = contract.parallelism.stage_of(contract.instance_index)
         refuse_wrappers(ReplicatedModel)
-        refuse_module(module, context.instances_of_replica(), of_stage)
+        refuse_module(module)
         seed = checked_seed(seed, layout.num_replicas)
         gradient_dtype = check_gradient_dtype(gradient_dtype)
         norm_size = check_group_size(batch_norm_group_size, layout.num_replicas)
