@@ -94,6 +94,19 @@ def test_a_file_is_copied(tmp_path: Path) -> None:
     assert digest != digest_of_pieces(tmp_path / "copy")
 
 
+def test_a_file_that_is_made_anew_frees_its_room(tmp_path: Path) -> None:
+    """What was mapped from it stays as it was."""
+    store = open_store(tmp_path)
+    first = store.add("state", FORMS)
+    first.write("bias", torch.ones(3))
+    mapped = first.mapped("bias")
+    second = store.add("state", FORMS)
+    assert first.file.descriptor == -1
+    assert torch.equal(mapped, torch.ones(3))
+    assert torch.equal(second.mapped("bias"), torch.zeros(3))
+    store.close()
+
+
 def test_a_torn_store_says_so(tmp_path: Path) -> None:
     """Between the begin and the end of a step; a failed write leaves it so."""
     store = open_store(tmp_path)

@@ -100,9 +100,8 @@ class PhaseStore:
         self._group, self._first = group, sharing[0]
         self.device = device
         self._threads = StoreThreads(device)
-        self._files: list[StoreFile] = []
         self.tensors: dict[str, StoredTensors] = {}
-        self._close = weakref.finalize(self, _close_all, self._threads, self._files, folder)
+        self._close = weakref.finalize(self, _close_all, self._threads, self.tensors, folder)
 
     @classmethod
     def open(
@@ -166,9 +165,9 @@ class PhaseStore:
 
     def place_of(self, tensor: Tensor) -> tuple[StoreFile, int] | None:
         """Return the file from which ``tensor`` is mapped, and its first byte in the file; None if no file is."""
-        for file in self._files:
-            if (start := file.start_of(tensor)) is not None:
-                return file, start
+        for stored in self.tensors.values():
+            if (start := stored.file.start_of(tensor)) is not None:
+                return stored.file, start
         return None
 
     def close(self) -> None:
@@ -182,7 +181,12 @@ class PhaseStore:
             self.folder.remove_if_new()
 
     def add(self, name: str, forms: Mapping[str, TensorForm]) -> StoredTensors:
-        """Make the store's file ``name``, such as ``weights``, with room for tensors; all instances call this."""
+        """Make the store's file ``name``, such as ``weights``, with room for tensors; all instances call this.
+
+        A file of this name from before is closed, so that its disk space is free. Its writes must have ended.
+        """
+        if (before := self.tensors.pop(name, None)) is not None:
+            before.file.close()
         regions = lay_out(forms)
         num_bytes = max([BLOCK_BYTES, *(it.end for it in regions.values())])
         path = None if self.folder is None else self.folder.path / name
@@ -202,7 +206,6 @@ class PhaseStore:
                 os.close(descriptor)
             raise
         file = StoreFile(descriptor, path, num_bytes, self._threads)
-        self._files.append(file)
         self.tensors[name] = StoredTensors(file=file, regions=regions, forms=forms)
         return self.tensors[name]
 
@@ -333,9 +336,9 @@ def _file_system_of(path: Path) -> str:
     return max(reversed(mounts), key=lambda it: len(it.mountpoint)).fstype if mounts else ""
 
 
-def _close_all(threads: StoreThreads, files: Iterable[StoreFile], folder: _Folder | None) -> None:
+def _close_all(threads: StoreThreads, tensors: Mapping[str, StoredTensors], folder: _Folder | None) -> None:
     threads.close()
-    for file in files:
-        file.close()
+    for stored in tensors.values():
+        stored.file.close()
     if folder is not None:
         folder.close()

@@ -95,6 +95,7 @@ class PhasedRun:
         self.store.check_open()
         if self.optimizer is not None and self.optimizer() is not None:
             raise OptimizerError("this model has a PhasedOptimizer already: give one optimizer all groups")
+        self.memory.wait()
         forms_of = {name: optimizer.forms_of(parameter) for name, parameter in self.layers.weights.items()}
         stored = self.store.add(
             "state", {f"{name}/{key}": form for name, forms in forms_of.items() for key, form in forms.items()}

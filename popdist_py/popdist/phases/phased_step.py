@@ -188,6 +188,7 @@ class PhasedGradients(GradientKeeper):
         known = store.tensors["gradients"].forms if "gradients" in store.tensors else {}
         if all(name in known and known[name].num_bytes >= form.num_bytes for name, form in forms.items()):
             return
+        run.memory.wait()
         stored = store.add("gradients", forms)
         own_planes = range(num_planes * store.host_index, num_planes * (store.host_index + 1))
         for piece in self.trained:
