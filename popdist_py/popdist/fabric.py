@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from popdist.errors import BatchError, WeightsError, whole_number
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
-from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, row_loader
+from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, reduce_by, row_loader
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_steps import STATES_KEY, ReplicaSteps
 
@@ -38,8 +38,9 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     Raises:
         BatchError: For what is not the same for any number of instances: two calls of ``fabric.backward`` in one
-            turn, a closure, gradients accumulated without ``accumulation``, loaders that deal no samples, numbers
-            of batches that are no multiple of ``accumulation``.
+            turn, a closure, ``fabric.all_reduce`` and ``fabric.all_gather`` before the last turn of a step,
+            gradients accumulated without ``accumulation``, loaders that deal no samples, numbers of batches that
+            are no multiple of ``accumulation``.
         WeightsError: For a second model that is trained.
     """
 
@@ -144,6 +145,27 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         """Clip the gradients of all replicas by value; do nothing before the last batch of a step."""
         if self.sync_gradients:
             super().clip_gradients_value(*args, **kwargs)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce ``tensor`` over the instances, as Fabric's DDPStrategy does by gloo.
+
+        Raises:
+            BatchError: Inside an optimizer step, if this instance has several replicas; as :meth:`all_gather`.
+        """
+        self._refuse_inside_step("fabric.all_reduce")
+        return reduce_by(super().all_reduce, tensor, group, reduce_op)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather a tensor of each instance."""
+        self._refuse_inside_step("fabric.all_gather")
+        return super().all_gather(*args, **kwargs)
+
+    def _refuse_inside_step(self, name: str) -> None:
+        if not self.sync_gradients and context.num_local_replicas() > 1:
+            raise BatchError(
+                f"{name}() joins one replica of each instance: add the values of the turns, and call {name}() "
+                "after the loop, or when fabric.strategy.sync_gradients is True"
+            )
 
     def get_module_state_dict(self, module: Any) -> dict[str, Any]:
         """Return the state dict of the module inside a replicated model."""

@@ -7,7 +7,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -21,9 +21,18 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from popdist.errors import BatchError
+from popdist.exchange.groups import refuse_in_turn, replicas_in_turn
+from popdist.ground.torch_private_groups import num_collectives
 from popdist.job import context
 from popdist.step.training.ddp_answers import refuse_options
-from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, ReplicaRow, RowLoader, row_loader
+from popdist.trainers.lightning_rows import (
+    JobEnvironment,
+    ReplicaProcess,
+    ReplicaRow,
+    RowLoader,
+    reduce_by,
+    row_loader,
+)
 from popdist.trainers.replica_logs import LoggedValue, Logs, combine_logs
 from popdist.trainers.replica_rows import ReplicaScopes
 from popdist.trainers.replica_steps import STATES_KEY, ReplicaBatch, ReplicaSteps
@@ -37,8 +46,9 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     epochs and ``batch_idx`` are counted as with R processes. ``training_step``, ``validation_step`` and
     ``test_step`` are called once for each replica of this instance. Hooks with an argument ``batch`` get a
     ``ReplicaRow``, whose ``micro_batches`` are the batches of the replicas. Hooks get as ``outputs`` the result of
-    this instance's last replica in training, and a list in evaluation. A checkpoint can be resumed with another
-    number of instances. In a job of one replica, all is as in Lightning's DDPStrategy.
+    this instance's first replica in training, and in evaluation a list of the results of several replicas. A
+    checkpoint can be resumed with another number of instances. In a job of one replica, all is as in Lightning's
+    DDPStrategy.
 
     Args:
         **options: As of ``lightning.pytorch.strategies.DDPStrategy``.
@@ -46,7 +56,8 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     Raises:
         BatchError: For what is not the same for any number of instances, before the first step: manual
             optimization, ``sync_batchnorm``, an IterableDataset, a sampler that deals samples to processes,
-            several training loaders, ``on_before_batch_transfer``, StochasticWeightAveraging.
+            several training loaders, ``on_before_batch_transfer``, ``optimizer_zero_grad``,
+            StochasticWeightAveraging, a validation inside an optimizer step.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -108,8 +119,10 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     def on_train_start(self) -> None:
         """Check that all instances train with equal arguments. Raises CollectiveError if the Trainers differ."""
         if self.has_replicas:
+            _refuse_validation_inside_steps(self._trainer)
             values = ", ".join(f"{name}={getattr(self._trainer, name)}" for name in _OF_TRAINER)
             context.data_parallel_group().agree(f"Trainer({values}).fit({type(self.lightning_module).__name__})")
+            self._share_wish_to_stop()
 
     def on_validation_end(self) -> None:
         """Stop the training on all instances if one instance asks to stop after its validation."""
@@ -127,11 +140,16 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
         Raises:
             BatchError: If the loader of a training does not give each replica its own samples.
+        CollectiveError: If the instances have loaders of different lengths.
         """
         trainer = self._trainer
         if not self.has_replicas or trainer.predicting:
             return dataloader
         rows = row_loader(dataloader, self._replicas, self._steps_now, is_needed=trainer.training)
+        length = None if rows is None else len(rows)
+        context.data_parallel_group().agree(
+            f"a loader of {length} batches for Lightning's stage {trainer.state.stage.value}"
+        )
         if rows is None:
             return dataloader
         if trainer.training:
@@ -199,7 +217,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         if last.is_last:
             for logs in batch.logs_of_batches():
                 self._log(combine_logs(logs))
-        return output
+        return batch.as_of_first_replica(output)
 
     def _forward(self, row: ReplicaRow, micro_batch: ReplicaBatch, args: tuple[Any, ...]) -> Any:
         """Begin a micro batch, and return the result of the program's ``training_step`` for the micro batch."""
@@ -210,6 +228,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             output = super().training_step(micro_batch.content, *batch_idx)
             if output is None:
                 raise BatchError("training_step returned None, and each replica needs a loss: return a loss")
+        row.keep_output(micro_batch, output)
         return output
 
     @contextmanager
@@ -221,20 +240,29 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
                 self._steps.abandon()
             raise
 
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the gradients of a loss; after the last replica's loss, reduce the gradients of all replicas."""
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the gradients of a loss; after the last loss of an optimizer step, reduce the gradients.
+
+        The hooks ``on_after_backward`` are called then, because they read the gradients of all replicas.
+        """
+        if self._steps is None:
+            reduced: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return reduced
+        plugin, module = self.precision_plugin, self.lightning_module
         with self._abandoning():
-            loss: Tensor = super().backward(closure_loss, *args, **kwargs)
-        if self._steps is not None:
-            self._steps.end()
-        return loss
+            loss: Tensor = plugin.pre_backward(closure_loss, module)
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self._steps.end()
+        if self._steps.is_between_steps:
+            loss = plugin.post_backward(loss, module)
+        return loss.detach()
 
     def validation_step(self, *args: Any) -> Any:
-        """Call ``validation_step`` for each replica of this instance; return the list of results, or None."""
+        """Call ``validation_step`` for each replica of this instance; return the list of several results."""
         return self._evaluate(super().validation_step, *args)
 
     def test_step(self, *args: Any) -> Any:
-        """Call ``test_step`` for each replica of this instance; return the list of results, or None."""
+        """Call ``test_step`` for each replica of this instance; return the list of several results."""
         return self._evaluate(super().test_step, *args)
 
     def _evaluate(self, step: Any, batch: Any, *args: Any) -> Any:
@@ -242,11 +270,27 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             return step(batch, *args)
         outputs = []
         for micro_batch in batch.micro_batches:
-            with self._scopes.of(batch.replica(micro_batch)), self._recording(batch, micro_batch):
+            scope = self._scopes.of(batch.replica(micro_batch))
+            with scope, self._recording(batch, micro_batch), self._in_turn():
                 outputs.append(step(micro_batch.content, *args))
         for logs in batch.logs_of_batches():
             self._log(combine_logs(logs))
+        if len(outputs) == 1:
+            return outputs[0]
         return None if all(output is None for output in outputs) else outputs
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """A context that computes one replica; with several in the instance, a collective is an error."""
+        number = num_collectives()
+        if len(self._replicas) > 1:
+            replicas_in_turn.add(self)
+        try:
+            yield
+            if self in replicas_in_turn and num_collectives() > number:
+                refuse_in_turn(None, "a collective of torch.distributed")
+        finally:
+            replicas_in_turn.discard(self)
 
     @contextmanager
     def _recording(self, row: ReplicaRow, micro_batch: ReplicaBatch) -> Iterator[None]:
@@ -290,48 +334,81 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
                 warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}'.*sync_dist=True")
             self.lightning_module.log(name, logged.value, batch_size=logged.size, **logged.options)
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce ``tensor`` over the instances, as Lightning's DDPStrategy does by gloo."""
+        return reduce_by(super().reduce, tensor, group, reduce_op)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint with the random states of all replicas."""
+        """Save a checkpoint with the random states of all replicas; inside an optimizer step, without states."""
         if self._steps is not None:
-            checkpoint[STATES_KEY] = self._steps.gather_states()
+            checkpoint[STATES_KEY] = self._steps.gather_states() if self._steps.is_between_steps else {}
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, which may come from a job with another number of instances."""
+        """Load a checkpoint, which may come from a job with another number of instances.
+
+        Raises:
+            BatchError: If the training would go on inside an optimizer step.
+        """
         loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._saved_states = loaded.get(STATES_KEY)
+            if self._saved_states == {}:
+                raise BatchError(
+                    "the checkpoint was saved in the middle of an optimizer step, where no training can go on: "
+                    "choose a checkpoint saved after a multiple of accumulate_grad_batches batches"
+                )
         return loaded
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: gradients are reduced at the end of a step."""
-        if not self.has_replicas:
-            unsynchronised: AbstractContextManager[None] = super().block_backward_sync()
-            return unsynchronised
-        return nullcontext()
 
-
-_HOOKS = ("on_train_batch_end", "on_train_epoch_end")
+_HOOKS = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end")
 """The hooks of a LightningModule after which Lightning looks whether to stop the training."""
 
-_OF_TRAINER = ("max_steps", "max_epochs", "accumulate_grad_batches", "num_training_batches", "gradient_clip_val")
+_OF_TRAINER = (
+    "max_steps",
+    "max_epochs",
+    "accumulate_grad_batches",
+    "num_training_batches",
+    "num_val_batches",
+    "val_check_batch",
+    "check_val_every_n_epoch",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)
 """The attributes of Lightning's Trainer that must be equal on all instances."""
+
+_REFUSED = {
+    "on_before_batch_transfer": "on_before_batch_transfer would get the batches of all replicas: "
+    "use on_after_batch_transfer",
+    "optimizer_zero_grad": "optimizer_zero_grad has no effect, as each step makes new gradients: leave it out",
+}
+"""The hooks of Lightning that a program cannot have, and what to do without each."""
 
 
 def _refuse(trainer: Any, module: Any) -> None:
     """Raise BatchError if replicas cannot take the place of processes in the training of ``module``."""
-    reason = None
-    owners = ((module, LightningModule), (trainer.datamodule, LightningDataModule))
+    reason = next((reason for hook, reason in _REFUSED.items() if _overrides(trainer, module, hook)), None)
     if not module.automatic_optimization:
         reason = "automatic_optimization=False makes the steps itself: use automatic optimization"
     elif trainer.strategy._layer_sync is not None:  # noqa: SLF001 - Lightning says it nowhere else
         reason = "sync_batchnorm=True adds over processes and not over replicas: leave it out"
     elif any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         reason = "StochasticWeightAveraging reads the data without steps: leave it out"
-    elif any(
-        owner is not None and type(owner).on_before_batch_transfer is not base.on_before_batch_transfer
-        for owner, base in owners
-    ):
-        reason = "on_before_batch_transfer would get the batches of all replicas: use on_after_batch_transfer"
     if reason is not None:
         raise BatchError(f"popdist.lightning.ReplicatedStrategy with {context.num_replicas()} replicas: {reason}")
+
+
+def _overrides(trainer: Any, module: Any, hook: str) -> bool:
+    """Whether the program has its own method ``hook``, in its module or its LightningDataModule."""
+    owners = ((module, LightningModule), (trainer.datamodule, LightningDataModule))
+    return any(getattr(type(it), hook, None) not in (None, getattr(base, hook, None)) for it, base in owners)
+
+
+def _refuse_validation_inside_steps(trainer: Any) -> None:
+    """Raise BatchError if a validation would begin before all batches of an optimizer step were taken."""
+    every, accumulation = trainer.val_check_batch, trainer.accumulate_grad_batches
+    if trainer.enable_validation and every and every < trainer.num_training_batches and every % accumulation:
+        raise BatchError(
+            f"a validation after each {every} batches would begin inside an optimizer step of {accumulation} "
+            "batches: choose a val_check_interval that is a multiple of accumulate_grad_batches"
+        )

@@ -46,10 +46,18 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # Lightning 
         x, y = batch
         self.log("evaluation", nn.functional.cross_entropy(self.network(x), y), sync_dist=True)
 
-    def on_train_batch_end(self, _outputs: Any, _batch: Any, _batch_idx: int) -> None:
-        """Print the logged values."""
+    def on_validation_epoch_end(self) -> None:
+        """Log a number that has no batch, as the best value of a metric."""
+        self.log("best", 1.0, sync_dist=True)
+
+    def on_after_backward(self) -> None:
+        """Log the sum of the gradients of all replicas."""
+        self.log("gradients", sum(parameter.grad.sum() for parameter in self.parameters()))
+
+    def on_train_batch_end(self, outputs: Any, _batch: Any, _batch_idx: int) -> None:
+        """Print the logged values, and the loss that hooks get."""
         values = {name: value.item() for name, value in sorted(self.trainer.callback_metrics.items())}
-        self.print(f"logged {self.global_step}: {values}", flush=True)
+        self.print(f"logged {self.global_step}: {values}, {outputs['loss'].item()}", flush=True)
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with a schedule in steps."""

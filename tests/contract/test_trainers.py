@@ -170,12 +170,12 @@ class Endless(IterableDataset):
     def __iter__(self):
         return iter([(torch.ones(4),)] * 16)
 
-def fit(loader=None, strategy=None, hooks=None, **options):
+def fit(loader=None, strategy=None, hooks=None, val=None, resume=None, **options):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     strategy = popdist.lightning.ReplicatedStrategy(**strategy or {})
     trainer = lightning.Trainer(strategy=strategy, max_epochs=1, accelerator="cpu", **quiet, **options)
     module = type("Mine", (Module,), hooks or {})()
-    trainer.fit(module, DataLoader(data, batch_size=4) if loader is None else loader)
+    trainer.fit(module, DataLoader(data, batch_size=4) if loader is None else loader, val, ckpt_path=resume)
 
 def manual():
     fit(hooks={"automatic_optimization": False})
@@ -197,6 +197,24 @@ def two_loaders():
 
 def before_transfer():
     fit(hooks={"on_before_batch_transfer": lambda self, batch, dataloader_idx: batch})
+
+def no_zero_grad():
+    fit(hooks={"optimizer_zero_grad": lambda self, epoch, batch_idx, optimizer: None})
+
+def validate(step, **options):
+    loaders = DataLoader(data, batch_size=2), DataLoader(data, batch_size=4)
+    fit(loaders[0], val=loaders[1], hooks={"validation_step": step}, **options)
+
+def inside_a_step():
+    validate(lambda self, batch: None, accumulate_grad_batches=2, val_check_interval=3)
+
+def resumed():
+    save = lambda self, outputs, batch, batch_idx: batch_idx or self.trainer.save_checkpoint(sys.argv[0] + ".ckpt")
+    fit(hooks={"on_train_batch_end": save}, accumulate_grad_batches=2)
+    fit(resume=sys.argv[0] + ".ckpt", accumulate_grad_batches=2)
+
+def gathered():
+    validate(lambda self, batch: self.all_gather(batch[0]))
 
 def averaging():
     fit(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
@@ -257,12 +275,18 @@ def left():
             optimizer.step()
             break
 
+def saved():
+    fabric, model, _, loader = begin()
+    for (x,) in loader:
+        fabric.backward(model(x).mean())
+        fabric.save("unfinished.ckpt", {"model": model})
+
 def no_number():
     begin(0)
 
 calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
-calls += left, no_number
+calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered
 for call in calls:
     try:
         call()
@@ -289,6 +313,11 @@ LIGHTNING_SAYS = {
     "no_sampler": "BatchError: DataLoader with the sampler SequentialSampler",
     "two_loaders": "BatchError: training_step would get list",
     "before_transfer": f"{LIGHTNING}on_before_batch_transfer",
+    "no_zero_grad": f"{LIGHTNING}optimizer_zero_grad",
+    "inside_a_step": "BatchError: a validation after each 3 batches would begin inside an optimizer step",
+    "resumed": "BatchError: the checkpoint was saved in the middle of an optimizer step",
+    "gathered": "CollectiveError: a collective of torch.distributed within a micro batch",
+    "saved": "BatchError: a checkpoint was saved in the middle of an optimizer step",
     "averaging": f"{LIGHTNING}StochasticWeightAveraging",
     "no_loss": "BatchError: training_step returned None",
     "an_iterator": "BatchError: training_step would get _DataFetcherWrapper",

@@ -1,7 +1,7 @@
 """The loaders of Lightning for the replicas of an instance, and the job as Lightning's cluster environment."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -76,6 +76,15 @@ class ReplicaProcess:
         super().setup_environment()  # type: ignore[misc]  # of the strategy beside this class
 
 
+def reduce_by(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
+    """Return ``reduce(tensor, group, reduce_op)``, but a mean of whole numbers as Lightning takes it by gloo."""
+    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("avg", "mean")
+    if not is_mean or not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
+        return reduce(tensor, group, reduce_op)
+    total = reduce(tensor, group, "sum")
+    return total.copy_(total / torch.distributed.get_world_size(group))
+
+
 class ReplicaRow:
     """One batch for each replica of this instance, and the values that the program logs for these batches.
 
@@ -83,16 +92,20 @@ class ReplicaRow:
         micro_batches: Consecutive micro batches of one optimizer step, in the order of the replicas.
     """
 
-    def __init__(self, micro_batches: list[ReplicaBatch], first: int, logs: dict[int, Logs]) -> None:
+    def __init__(
+        self, micro_batches: list[ReplicaBatch], first: int, logs: dict[int, Logs], outputs: dict[int, Any]
+    ) -> None:
         self.micro_batches = micro_batches
         self._first = first
         self._logs = logs
+        self._outputs = outputs
 
     def __getitem__(self, index: object) -> None:
         """Raise BatchError, because a hook that unpacks a batch would see the batches of all replicas."""
         raise BatchError(
             "a hook of Lightning reads its batch, which here holds a batch for each replica of this instance: "
-            "read the batch in training_step"
+            "read the batch in training_step. If validation_step reads it, put the datasets of a CombinedLoader "
+            "into one"
         )
 
     def batch_idx(self, micro_batch: ReplicaBatch) -> int:
@@ -102,6 +115,24 @@ class ReplicaRow:
     def replica(self, micro_batch: ReplicaBatch) -> int:
         """Return the job-wide number of the replica of ``micro_batch``."""
         return context.local_replicas()[micro_batch.index // micro_batch.accumulation]
+
+    def keep_output(self, micro_batch: ReplicaBatch, output: Any) -> None:
+        """Keep what the program's ``training_step`` returned for a batch of this instance's first replica."""
+        if micro_batch.index < micro_batch.accumulation:
+            self._outputs[micro_batch.index] = output
+
+    def as_of_first_replica(self, output: Any) -> Any:
+        """Return ``output`` of the last batch in this row, with the values of a batch of the first replica.
+
+        So instance 0 shows to hooks, such as the search for a learning rate, what process 0 of Lightning shows.
+        """
+        first = self._outputs[self.micro_batches[0].index // len(self.micro_batches)]
+        if first is output:
+            return output
+        if not isinstance(output, Mapping):
+            return first.detach() + (output - output.detach())
+        loss = first["loss"].detach() + (output["loss"] - output["loss"].detach())
+        return {**first, "loss": loss}
 
     def logs_of(self, micro_batch: ReplicaBatch) -> Logs:
         """Return the dict of the values that the program logs for ``micro_batch``."""
@@ -150,10 +181,10 @@ class RowLoader:
         self._begin_epoch(self._position)
         while step := list(islice(rows, self._accumulation(self._position))):
             micro_batches, width = in_replica_order(step), len(step[0])
-            first, logs = self._position, dict[int, Logs]()
+            first, logs, outputs = self._position, dict[int, Logs](), dict[int, Any]()
             for start in range(0, len(micro_batches), width):
                 self._position += 1
-                yield ReplicaRow(micro_batches[start : start + width], first, logs)
+                yield ReplicaRow(micro_batches[start : start + width], first, logs, outputs)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of batches that the current pass has yielded; 0 at its end."""

@@ -23,10 +23,10 @@ _FILE = "replica_random_states.bin"
 STATES_KEY = "popdist_replica_random_states"
 """The key of the random states of all replicas, in a checkpoint that is a dict."""
 
-_LEFT = (
-    "the loop over the loader was left in the middle of an optimizer step. Leave the loop after a step has acted: "
-    "then accelerator.sync_gradients, or Fabric's strategy.sync_gradients, is True"
+_HAS_ACTED = (
+    "after a step has acted: then accelerator.sync_gradients, or Fabric's strategy.sync_gradients, is True"
 )
+_LEFT = f"the loop over the loader was left in the middle of an optimizer step. Leave the loop {_HAS_ACTED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,11 @@ class ReplicaSteps:
         return self._open is not None
 
     @property
+    def is_between_steps(self) -> bool:
+        """Whether all micro batches of the last optimizer step have ended, and no step has begun since."""
+        return self._open is None and self._last_of_step is None
+
+    @property
     def randomness(self) -> ReplicaRandomness:
         """The random states of this instance's replicas, copies of the process's states at the first use."""
         if not self._has_states:
@@ -102,6 +107,7 @@ class ReplicaSteps:
 
     def draw_of_loader(self) -> None:
         """Draw from each replica's random state the seed that torch's DataLoader draws when it begins."""
+        self._check_between_steps("a loop over a loader began")
         if self._has_states:
             for replica in self.replicas:
                 with self.scope_of(replica):
@@ -143,6 +149,14 @@ class ReplicaSteps:
         if self._was_left:
             raise BatchError(_LEFT)
 
+    def _check_between_steps(self, what: str) -> None:
+        """Raise BatchError inside an optimizer step, for which not all replicas have computed yet."""
+        if not self.is_between_steps:
+            raise BatchError(
+                f"{what} in the middle of an optimizer step, where the results depend on the number of instances: "
+                f"save and evaluate {_HAS_ACTED}; in Lightning's Trainer after accumulate_grad_batches batches"
+            )
+
     @contextmanager
     def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
         """A context in which the process computes as the replica of ``micro_batch``; its value is the content."""
@@ -157,6 +171,7 @@ class ReplicaSteps:
     def gather_states(self) -> dict[str, Any]:
         """Return the random states of all replicas of the job; all instances call the method."""
         self._check_not_left()
+        self._check_between_steps("a checkpoint was saved")
         written = io.BytesIO()
         torch.save(self.randomness.state_dict(), written)
         group = context.data_parallel_group()
