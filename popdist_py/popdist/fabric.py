@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
+import lightning
 import torch
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, reduce_by, row_loader
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_steps import STATES_KEY, ReplicaSteps
+from popdist.trainers.versions import check_version
+
+check_version(lightning)
 
 
 class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import lightning
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
@@ -36,6 +37,9 @@ from popdist.trainers.lightning_rows import (
 from popdist.trainers.replica_logs import LoggedValue, Logs, combine_logs
 from popdist.trainers.replica_rows import ReplicaScopes
 from popdist.trainers.replica_steps import STATES_KEY, ReplicaBatch, ReplicaSteps
+from popdist.trainers.versions import check_version
+
+check_version(lightning)
 
 
 class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types

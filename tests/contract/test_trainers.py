@@ -1,16 +1,19 @@
 """accelerate, transformers' Trainer, Lightning and Fabric with several replicas in an instance.
 
 Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
-popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs and
-popdist.trainers.loop_turns.
+popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs,
+popdist.trainers.loop_turns and popdist.trainers.versions.
 """
 
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from popdist.errors import InstallationError
+from popdist.trainers.versions import check_version
 from tests.running import Finished, Poprun
 
 
@@ -80,6 +83,18 @@ def test_one_instance_stops_all(poprun: Poprun, tmp_path: Path) -> None:
     (loss,) = _lines(alone, "loss ")
     assert _lines(two, "loss ") == [loss]
     assert 3.5 < float(loss.split()[1]) < 4.5
+
+
+def test_an_old_library_is_refused_by_name() -> None:
+    """The error names both versions; 2.10 is newer than 2.5."""
+    old, new = ModuleType("lightning"), ModuleType("lightning")
+    old.__version__, new.__version__ = "2.4.10", "2.10.0"  # type: ignore[attr-defined]  # of any module
+
+    check_version(new)
+    with pytest.raises(
+        InstallationError, match=r"needs lightning 2\.5 or newer .*lightning 2\.4\.10 is installed"
+    ):
+        check_version(old)
 
 
 REFUSED = """
