@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from popdist.errors import BatchError, WeightsError, whole_number
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
-from popdist.trainers.lightning_rows import JobEnvironment, ReplicaProcess, reduce_by, row_loader
+from popdist.trainers.lightning_rows import ReplicaProcess, options_for_job, reduce_by, row_loader
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_steps import STATES_KEY, ReplicaSteps
 from popdist.trainers.versions import check_version
@@ -49,8 +49,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
     """
 
     def __init__(self, accumulation: int = 1, **options: Any) -> None:
-        options.setdefault("cluster_environment", JobEnvironment())
-        super().__init__(**options)
+        super().__init__(**options_for_job(options, DDPStrategy))
         self.accumulation = whole_number("accumulation", accumulation, BatchError)
         self.steps: ReplicaSteps | None = None
         self._turns: LoopTurns | None = None

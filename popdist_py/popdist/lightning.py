@@ -25,12 +25,11 @@ from popdist.errors import BatchError
 from popdist.exchange.groups import refuse_in_turn, replicas_in_turn
 from popdist.ground.torch_private_groups import num_collectives
 from popdist.job import context
-from popdist.step.training.ddp_answers import refuse_options
 from popdist.trainers.lightning_rows import (
-    JobEnvironment,
     ReplicaProcess,
     ReplicaRow,
     RowLoader,
+    options_for_job,
     reduce_by,
     row_loader,
 )
@@ -65,11 +64,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     """
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("cluster_environment", JobEnvironment())
-        super().__init__(**options)
-        if self.has_replicas:
-            known = inspect.signature(DDPStrategy).parameters
-            refuse_options({name: value for name, value in options.items() if name not in known})
+        super().__init__(**options_for_job(options, DDPStrategy))
         self._replicas = context.local_replicas()
         self._scopes = ReplicaScopes(self._steps_now, self._replicas, None)
         self._steps: ReplicaSteps | None = None

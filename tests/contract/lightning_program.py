@@ -19,6 +19,9 @@ from tests.contract.accelerate_program import Noisy
 ACCUMULATION = 2
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
+OF_LIGHTNING_CLI: dict[str, Any] = {"cluster_environment": None, "find_unused_parameters": False}
+"""Options that LightningCLI passes with their defaults, like many more."""
+
 
 def network() -> nn.Sequential:
     """Return a classifier whose buffers and random numbers depend on the replica."""
@@ -71,7 +74,7 @@ def with_trainer(folder: Path, begin: str | None) -> None:
     lightning.seed_everything(42, verbose=False)
     checkpoints = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
     trainer = lightning.Trainer(
-        strategy=popdist.lightning.ReplicatedStrategy(),
+        strategy=popdist.lightning.ReplicatedStrategy(**OF_LIGHTNING_CLI),
         accelerator="cpu",
         max_epochs=2,
         accumulate_grad_batches=ACCUMULATION,

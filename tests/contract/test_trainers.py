@@ -296,12 +296,15 @@ def saved():
         fabric.backward(model(x).mean())
         fabric.save("unfinished.ckpt", {"model": model})
 
+def an_option_of_fabric():
+    popdist.fabric.FabricStrategy(broadcast_buffers=False)
+
 def no_number():
     begin(0)
 
 calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
-calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered
+calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric
 for call in calls:
     try:
         call()
@@ -337,6 +340,7 @@ LIGHTNING_SAYS = {
     "no_loss": "BatchError: training_step returned None",
     "an_iterator": "BatchError: training_step would get _DataFetcherWrapper",
     "an_option": "WeightsError: ReplicatedModel(..., find_unused_parameters=...)",
+    "an_option_of_fabric": "WeightsError: ReplicatedModel(..., broadcast_buffers=...)",
     "a_hook": "BatchError: a hook of Lightning reads its batch",
     "twice": "BatchError: fabric.backward() was called twice",
     "by_hand": "BatchError: optimizer.step() was not called",

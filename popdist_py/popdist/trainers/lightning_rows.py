@@ -1,6 +1,7 @@
 """The loaders of Lightning for the replicas of an instance, and the job as Lightning's cluster environment."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -8,10 +9,12 @@ from typing import Any, cast
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from popdist.errors import BatchError
 from popdist.job import context
+from popdist.step.training.ddp_answers import refuse_options
 from popdist.trainers.replica_logs import Logs
 from popdist.trainers.replica_rows import DealtRows, ReplicaScopes, RowDataset, same_row
 from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
@@ -51,6 +54,20 @@ class JobEnvironment(ClusterEnvironment):  # type: ignore[misc]  # Lightning has
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing, because the launcher has set the index of this instance."""
+
+
+def options_for_job(options: dict[str, Any], strategy: type[Any]) -> dict[str, Any]:
+    """Return ``options`` of ``strategy`` with the job as cluster environment.
+
+    Raises:
+        WeightsError: In a job of several replicas, for an option of torch's DistributedDataParallel, unless the
+            option has torch's default, which LightningCLI passes.
+    """
+    if context.num_replicas() > 1:
+        known, torchs = (inspect.signature(it).parameters for it in (strategy, DistributedDataParallel))
+        others = {name: value for name, value in options.items() if name not in known}
+        refuse_options({n: it for n, it in others.items() if n not in torchs or it != torchs[n].default})
+    return {**options, "cluster_environment": options.get("cluster_environment") or JobEnvironment()}
 
 
 class ReplicaProcess:
