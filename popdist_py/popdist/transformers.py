@@ -50,8 +50,9 @@ class Replicated(_Base):
 
     Raises:
         BatchError: For what is not the same for any number of instances, before the first step: the arguments
-            ``deepspeed``, ``fsdp``, ``parallelism_config``, ``auto_find_batch_size``, ``batch_eval_metrics``; several
-            GPUs by DataParallel; a batch sampler that deals batches to processes.
+            ``deepspeed``, ``fsdp``, ``parallelism_config``, ``auto_find_batch_size``, ``batch_eval_metrics``;
+            several GPUs by DataParallel; a batch sampler that deals batches to processes; a subclass that
+            replaces a method of the mixin for the batches of a training.
     """
 
     accelerator: Accelerator
@@ -82,8 +83,8 @@ class Replicated(_Base):
             self.accelerator.deals_rows = False
         if not isinstance(loader, DataLoaderShard):
             raise BatchError(
-                f"get_train_dataloader() returned {type(loader).__name__}, whose batches go to all replicas: return "
-                "self.accelerator.prepare(loader)"
+                f"get_train_dataloader() returned {type(loader).__name__}, whose batches all replicas would get: "
+                "return self.accelerator.prepare(loader)"
             )
         return loader
 
@@ -185,7 +186,7 @@ class Replicated(_Base):
         super().log(logs, *args, **kwargs)
 
     def _share_metrics(self, logs: dict[str, float]) -> None:
-        """Replace the metrics of this instance's replicas, which TRL's ``log`` averages, by those of all replicas."""
+        """Replace the metrics of this instance, which TRL's ``log`` averages, by the metrics of all replicas."""
         if _is_of_training(logs) or any(name.endswith("_runtime") for name in logs):
             metrics = self._metrics["train" if self.model.training else "eval"]
             of_instances = gather_object([dict(metrics)])
@@ -307,10 +308,10 @@ def _refuse(args: Any) -> None:
 
 
 def _refuse_overridden(kind: type[Replicated]) -> None:
-    """Raise BatchError if ``kind`` replaces a method of Replicated with a method that expects a replica's batch."""
+    """Raise BatchError if ``kind`` replaces a method of Replicated for the batches of a training."""
     for name in ("get_train_dataloader", "get_batch_samples", "training_step"):
         if getattr(kind, name) is not getattr(Replicated, name):
             raise BatchError(
-                f"{kind.__name__}.{name} would get the batches of several replicas: define {name} in a subclass Mine "
-                f"of transformers.Trainer, and write class {kind.__name__}(popdist.transformers.Replicated, Mine)"
+                f"{kind.__name__}.{name} would get the batches of several replicas: define {name} in a subclass "
+                f"Mine of transformers.Trainer, and write class {kind.__name__}(Replicated, Mine)"
             )
