@@ -187,7 +187,7 @@ class Replicated(_Base):
 
     def _share_metrics(self, logs: dict[str, float]) -> None:
         """Replace the metrics of this instance, which TRL's ``log`` averages, by the metrics of all replicas."""
-        if _is_of_training(logs) or any(name.endswith("_runtime") for name in logs):
+        if _is_of_training(logs) or any(name.endswith("runtime") for name in logs):
             metrics = self._metrics["train" if self.model.training else "eval"]
             of_instances = gather_object([dict(metrics)])
             for name in metrics:
