@@ -23,6 +23,9 @@ from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_rows import ReplicaScopes, RowDataset, RowSampler, RowStream, same_row
 from popdist.trainers.replica_steps import ReplicaSteps
+from popdist.trainers.versions import check_version
+
+check_version(accelerate)
 
 _ACCUMULATE = "Accelerator(gradient_accumulation_steps=N) and `with accelerator.accumulate(model):`"
 
@@ -61,9 +64,11 @@ class Accelerator(accelerate.Accelerator):
     def _begin_replicas(self) -> None:
         self.num_replicas = context.num_replicas()
         self.replica_steps: ReplicaSteps | None = None
-        self.deals_rows = False
+        self.deals_rows = self.gathers_later = False
         self._counts_instances = False
         self.loop_turns: LoopTurns | None = None
+        self._loaded_from: Path | None = None
+        self._resumed_from: Path | None = None
         if self.num_replicas > 1:
             self._refuse_engines()
             self.register_save_state_pre_hook(self._save_states)
@@ -285,6 +290,11 @@ class Accelerator(accelerate.Accelerator):
         super().backward(loss, **kwargs)
         turns.end_micro_batch()
 
+    def gather(self, tensor: Any) -> Any:
+        """Gather as accelerate does; if ``gathers_later``, return the tensors of a micro batch as they are."""
+        is_in_micro_batch = self.replica_steps is not None and self.replica_steps.is_open
+        return tensor if self.gathers_later and is_in_micro_batch else super().gather(tensor)
+
     def turns(self, rows: Any) -> Iterator[Any]:
         """Yield each replica's batches in turn to a training loop, which then computes as this replica."""
         if self.loop_turns is None:
@@ -303,6 +313,9 @@ class Accelerator(accelerate.Accelerator):
         for row in rows:
             step.append(row)
             if len(step) == self.gradient_accumulation_steps or rows.end_of_dataloader:
+                if self._resumed_from is not None and self.replica_steps is not None:
+                    self.replica_steps.load(self._resumed_from)  # the states before the loader drew its seed
+                    self._resumed_from = None
                 yield step
                 step = []
 
@@ -312,13 +325,15 @@ class Accelerator(accelerate.Accelerator):
             self.replica_steps.save(Path(folder))
 
     def _load_states(self, _models: Any, folder: str) -> None:
+        self._loaded_from = Path(folder)
         if self.replica_steps is not None:
-            self.replica_steps.load(Path(folder))
+            self.replica_steps.load(self._loaded_from)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader without the first ``num_batches`` batches of each replica."""
         if not isinstance(dataloader, PreparedLoader):
             return super().skip_first_batches(dataloader, num_batches)
+        self._resumed_from, self._loaded_from = self._loaded_from, None
         dealt, rows = (super(Accelerator, self).skip_first_batches(it, num_batches) for it in dataloader.loaders)
         return PreparedLoader(self, dealt, rows)
 

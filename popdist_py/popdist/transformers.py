@@ -6,11 +6,14 @@ Trainer``, or ``class MyTrainer(popdist.transformers.Replicated, SFTTrainer)`` f
 
 from collections.abc import Iterator
 from itertools import islice
+from math import fsum
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -19,17 +22,25 @@ from popdist.errors import BatchError
 from popdist.job import context
 from popdist.trainers.replica_rows import Row
 from popdist.trainers.replica_steps import in_replica_order
+from popdist.trainers.versions import check_version
+
+check_version(transformers)
 
 _Base: Any = object
 """The base class of the mixin, in place of the Trainer with which the mixin is combined, for type checkers."""
 
 _REFUSED = {
     "auto_find_batch_size": "instances would find different batch sizes: choose per_device_train_batch_size",
+    "batch_eval_metrics": "a batch of an evaluation contains a batch of each instance",
     "deepspeed": "DeepSpeed makes the steps itself",
     "fsdp": "FSDP cuts the model over processes",
     "parallelism_config": "replicas are whole models",
 }
 """The arguments of TrainingArguments that a Trainer of replicas refuses, each with the reason."""
+
+
+_GATHER_METRICS_ONLY = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward"))
+"""The modules of TRL whose ``compute_loss`` gathers metrics, and nothing that its loss needs."""
 
 
 class Replicated(_Base):
@@ -42,11 +53,13 @@ class Replicated(_Base):
 
     Raises:
         BatchError: For what is not the same for any number of instances, before the first step: the arguments
-            ``deepspeed``, ``fsdp``, ``parallelism_config``, ``auto_find_batch_size``; several GPUs by
-            DataParallel; a batch sampler that deals batches to processes.
+            ``deepspeed``, ``fsdp``, ``parallelism_config``, ``auto_find_batch_size``, ``batch_eval_metrics``;
+            several GPUs by DataParallel; a batch sampler that deals batches to processes; a subclass that
+            replaces a method of the mixin for the batches of a training.
     """
 
     accelerator: Accelerator
+    gather_function: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Trainer's accelerator, popdist's Accelerator in a job of several replicas."""
@@ -55,9 +68,11 @@ class Replicated(_Base):
             super().create_accelerator_and_postprocess()
             return
         _refuse(self.args)
+        _refuse_overridden(type(self))
         context.ensure_init()
         super().create_accelerator_and_postprocess()
         Accelerator.take_over(self.accelerator)
+        self.accelerator.gathers_later = type(self).compute_loss.__module__ in _GATHER_METRICS_ONLY
         self._resumed_from: Path | None = None
 
     def get_train_dataloader(self) -> Any:
@@ -66,9 +81,15 @@ class Replicated(_Base):
             return super().get_train_dataloader()
         self.accelerator.deals_rows = True
         try:
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
         finally:
             self.accelerator.deals_rows = False
+        if not isinstance(loader, DataLoaderShard):
+            raise BatchError(
+                f"get_train_dataloader() returned {type(loader).__name__}, whose batches all replicas would get: "
+                "return self.accelerator.prepare(loader)"
+            )
+        return loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any
@@ -150,6 +171,8 @@ class Replicated(_Base):
         if not self._has_replicas:
             return loop(*args, **kwargs)
         arguments = self.args
+        if self.gather_function == self.accelerator.gather:  # Seq2SeqTrainer's, which keeps repeated samples
+            self.gather_function = self.accelerator.gather_for_metrics
         is_shared, arguments.average_tokens_across_devices = arguments.average_tokens_across_devices, False
         try:
             with self.accelerator.counting_instances():
@@ -161,7 +184,18 @@ class Replicated(_Base):
         """Log ``logs`` after its losses were replaced by the means over all replicas."""
         if self._has_replicas and self.is_in_train:
             self._losses.put_in(logs)
+        if self._has_replicas and self.accelerator.gathers_later:
+            self._share_metrics(logs)
         super().log(logs, *args, **kwargs)
+
+    def _share_metrics(self, logs: dict[str, float]) -> None:
+        """Replace the metrics of this instance, which TRL's ``log`` averages, by the metrics of all replicas."""
+        if _is_of_training(logs) or any(name.endswith("runtime") for name in logs):
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            of_instances = gather_object([dict(metrics)])
+            for name in metrics:
+                values = [value for of_instance in of_instances for value in of_instance.get(name, ())]
+                metrics[name] = [sum(values) if name == "num_tokens" else fsum(values) / len(values)]
 
 
 class Trainer(Replicated, transformers.Trainer):
@@ -199,7 +233,11 @@ class _Together(transformers.TrainerCallback):
                 setattr(control, name, any(of_instances))
         return control
 
-    on_epoch_end = on_evaluate = on_step_end
+    on_substep_end = on_epoch_end = on_evaluate = on_save = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_kwargs: Any) -> Any:
+        """Share the wishes after a log of the Trainer itself, which all instances make."""
+        return self.on_step_end(args, state, control) if _is_of_training(logs) else control
 
 
 _WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -208,6 +246,11 @@ _WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_e
 _OF_STATE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _OF_ARGS = ("gradient_accumulation_steps", "per_device_train_batch_size", "learning_rate", "max_grad_norm", "seed")
 """The attributes of TrainerState and TrainingArguments that must be equal on all instances."""
+
+
+def _is_of_training(logs: dict[str, float]) -> bool:
+    """Return whether ``logs`` are the Trainer's own log of its training, which it writes on all instances."""
+    return logs.keys() >= {"loss", "learning_rate"} or logs.keys() >= {"train_loss", "train_runtime"}
 
 
 class _ReplicaLosses:
@@ -231,8 +274,8 @@ class _ReplicaLosses:
 
     def put_in(self, logs: dict[str, float]) -> None:
         """Replace this instance's losses in ``logs`` by all replicas' mean losses; all instances call this."""
-        if not logs.keys() >= {"loss", "learning_rate"} and not logs.keys() >= {"train_loss", "train_runtime"}:
-            return  # no log of the Trainer's own
+        if not _is_of_training(logs):
+            return
         device, step = self._trainer.args.device, self._trainer.state.global_step
         sums = self._trainer.accelerator.gather(self._sums.to(device))
         if "loss" in logs:
@@ -265,3 +308,13 @@ def _refuse(args: Any) -> None:
         raise BatchError(
             "train_sampling_strategy='batch_rebalance' deals batches to processes: choose another one"
         )
+
+
+def _refuse_overridden(kind: type[Replicated]) -> None:
+    """Raise BatchError if ``kind`` replaces a method of Replicated for the batches of a training."""
+    for name in ("get_train_dataloader", "get_batch_samples", "training_step"):
+        if getattr(kind, name) is not getattr(Replicated, name):
+            raise BatchError(
+                f"{kind.__name__}.{name} would get the batches of several replicas: define {name} in a subclass "
+                f"Mine of transformers.Trainer, and write class {kind.__name__}(Replicated, Mine)"
+            )

@@ -99,6 +99,7 @@ INSIDES: Final = (
         "popdist.accelerate",
         "accelerate gives no other way into its lists of saved objects; a Trainer makes its own accelerator",
     ),
+    Use("_metrics", "popdist.transformers", "the only place of the metrics that TRL's Trainers average and log"),
     Use("self.lightning_module.*=", "popdist.lightning", "hooks of the user's module; none comes after them"),
     Use("_layer_sync", "popdist.lightning", "Lightning says nowhere else that sync_batchnorm=True"),
     Use("__class__=", "poptorch.blocks.annotations", "PopTorch's way to annotate a layer of a model"),

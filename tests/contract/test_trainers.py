@@ -97,6 +97,47 @@ def test_an_old_library_is_refused_by_name() -> None:
         check_version(old)
 
 
+RESUMED = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from popdist.accelerate import Accelerator
+import popdist
+
+folder, begin = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(1)
+accelerator = Accelerator(cpu=True)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+if begin:
+    accelerator.load_state(f"{folder}/{begin}")
+    loader = accelerator.skip_first_batches(loader, begin)
+step = begin
+for (x,) in loader:
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    step += accelerator.sync_gradients
+    if accelerator.sync_gradients and not begin:
+        accelerator.save_state(f"{folder}/{step}")
+if accelerator.is_main_process:
+    print(f"after {step} steps: {popdist.checksum(model)}")
+"""
+
+
+def test_a_loop_of_accelerate_resumes_within_an_epoch(poprun: Poprun, tmp_path: Path) -> None:
+    """Two instances go on with the dropout with which one instance would have gone on."""
+    script = tmp_path / "resumed.py"
+    script.write_text(RESUMED, encoding="utf-8")
+    lines = []
+    for num_instances, begin in ((1, "0"), (2, "2")):
+        options = ("--num-instances", str(num_instances), "--num-replicas", "4", sys.executable, str(script))
+        lines.append(_lines(poprun(*options, str(tmp_path), begin).succeeded_but_for_torch(), "after 5 steps"))
+
+    assert lines[0] == lines[1] != []
+
+
 REFUSED = """
 import sys, torch
 from torch import nn
@@ -313,6 +354,53 @@ for call in calls:
     else:
         print(f"{call.__name__}: nothing was refused")
 """
+REFUSED_OF_TRAINER = """
+import torch, transformers
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+from popdist.transformers import Replicated, Trainer
+
+data = [{"x": torch.ones(4), "labels": torch.tensor(1)}] * 32
+
+class Net(nn.Linear):
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
+
+def train(kind=Trainer, **options):
+    arguments = TrainingArguments("nothing", use_cpu=True, report_to=[], save_strategy="no", **options)
+    kind(model=Net(4, 2), args=arguments, train_dataset=data).train()
+
+def own_step():
+    train(type("Mine", (Trainer,), {"training_step": lambda *_: None}))
+
+def raw_loader():
+    mine = type("Mine", (transformers.Trainer,), {"get_train_dataloader": lambda _: DataLoader(data)})
+    train(type("Replicas", (Replicated, mine), {}))
+
+def by_batch():
+    train(batch_eval_metrics=True)
+
+def gathered():
+    def gather(self, model, inputs, *_, **__):
+        loss = super(Trainer, self).compute_loss(model, inputs)
+        return loss - self.accelerator.gather(loss.detach()).mean()
+    train(type("Mine", (Trainer,), {"compute_loss": gather}))
+
+for call in (own_step, raw_loader, by_batch, gathered):
+    try:
+        call()
+    except Exception as error:
+        print(f"{call.__name__}: {type(error).__name__}: {error}")
+    else:
+        print(f"{call.__name__}: nothing was refused")
+"""
+TRAINER_SAYS = {
+    "own_step": "BatchError: Mine.training_step would get the batches of several replicas",
+    "raw_loader": "BatchError: get_train_dataloader() returned DataLoader",
+    "by_batch": "BatchError: TrainingArguments(batch_eval_metrics=...)",
+    "gathered": "CollectiveError: a collective of torch.distributed within a micro batch",
+}
 LIGHTNING = "BatchError: popdist.lightning.ReplicatedStrategy with 2 replicas: "
 SAYS = {
     "by_hand": "BatchError: optimizer.step() was not called",
@@ -355,8 +443,8 @@ LIGHTNING_SAYS = {
 
 @pytest.mark.parametrize(
     ("program", "says"),
-    [(REFUSED, SAYS), (REFUSED_OF_LIGHTNING, LIGHTNING_SAYS)],
-    ids=["accelerate", "lightning"],
+    [(REFUSED, SAYS), (REFUSED_OF_TRAINER, TRAINER_SAYS), (REFUSED_OF_LIGHTNING, LIGHTNING_SAYS)],
+    ids=["accelerate", "trainer", "lightning"],
 )
 def test_what_has_no_bits_is_refused_by_name(
     poprun: Poprun, tmp_path: Path, program: str, says: dict[str, str]

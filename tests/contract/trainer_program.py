@@ -1,14 +1,16 @@
 """A program for transformers' Trainer, with dropout and labels left out, whose lines name its losses and bits."""
 
 import sys
+from collections import defaultdict
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
 
 import popdist
-from popdist.transformers import Trainer
+from popdist.transformers import Replicated
 
 
 def sequences(number: int, seed: int) -> list[dict[str, Tensor]]:
@@ -20,10 +22,37 @@ def sequences(number: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": token, "labels": label} for token, label in zip(tokens, labels, strict=True)]
 
 
-class StopOne(TrainerCallback):
-    """Wishes on instance 0 alone to stop after the second step."""
+class Measured(transformers.Trainer):
+    """A Trainer that gathers and logs a metric as the Trainers of TRL do."""
 
-    def on_step_end(self, _args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._metrics: dict[str, Any] = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Compute the loss, and note the share of the labels that count."""
+        counted = self.accelerator.gather_for_metrics((inputs["labels"] != -100).float().mean()).mean()
+        self._metrics["train" if self.model.training else "eval"]["counted"].append(counted.item())
+        return super().compute_loss(model, inputs, *args, **options)
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        """Log ``logs`` with the means of the metrics."""
+        prefix, metrics = ("", self._metrics["train"]) if self.model.training else ("eval_", self._metrics["eval"])
+        super().log(logs | {prefix + name: sum(values) / len(values) for name, values in metrics.items()}, *args)
+        metrics.clear()
+
+
+Measured.compute_loss.__module__ = "trl.trainer.sft_trainer"
+
+
+class Trainer(Replicated, Measured):
+    """The Trainer of this program."""
+
+
+class StopOne(TrainerCallback):
+    """Wishes on instance 0 alone to stop after the log of the second step."""
+
+    def on_log(self, _args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         """Stop on one instance."""
         if popdist.is_main() and state.global_step == 2:
             control.should_training_stop = True
@@ -60,7 +89,7 @@ def main(folder: str, checkpoint: str | None) -> None:
         checkpoint = None
     output = trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_world_process_zero():
-        names = ("loss", "eval_loss", "grad_norm", "learning_rate")
+        names = ("loss", "eval_loss", "grad_norm", "learning_rate", "counted")
         lines = [
             f"logged {entry['step']} {[entry.get(name) for name in names]}"
             for entry in trainer.state.log_history[:-1]

@@ -166,7 +166,7 @@ class ReplicaSteps:
         except BaseException:
             self.abandon()
             raise
-        self.end()
+        self.end(add=True)  # to what a stream's last batches left, as the Trainer adds it
 
     def gather_states(self) -> dict[str, Any]:
         """Return the random states of all replicas of the job; all instances call the method."""

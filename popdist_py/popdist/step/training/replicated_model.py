@@ -209,7 +209,7 @@ class ReplicatedModel(WrappingModel):
         step = WholeStep(batch, accumulation, reduction, weights, split, add)
         return self._model_steps.run_micro_batches(step, body)
 
-    def pipeline_step(  # noqa: PLR0913 - the arguments are those of micro_batches(), and the schedule
+    def pipeline_step(  # noqa: PLR0913 - the arguments of micro_batches(), and the schedule
         self,
         schedule: Any,
         batch: Nest,
