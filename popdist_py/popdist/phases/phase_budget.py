@@ -87,7 +87,7 @@ class PhaseBudget:
 
     @contextmanager
     def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """A context in which the layer ``unit`` computes; the first steps measure the layer's time and memory."""
+        """A context for a pass of the layer ``unit``, which in the first steps measures its time and memory."""
         self._make_room(unit)
         if not self._is_measuring:
             yield
@@ -142,13 +142,13 @@ class PhaseBudget:
             give_back_memory(device)
 
     def _note_memory(self) -> None:
-        """Record the memory that the first step used beside the phases."""
+        """Record the first step's largest memory use, less the memory that the phases' tensors need."""
         self._next_peak()
         costs = [self._cost(unit) for unit in self._memory.layers.units]
         self._beside = self._peak_bytes - memory_with(costs, self._cuts(), self._loop).total
 
     def _cuts(self) -> list[int]:
-        """Return the index of the first layer of each phase."""
+        """Return, for each phase, the position of its first layer in the sequence of all phases' layers."""
         return [0, *accumulate(len(phase.units) for phase in self._memory.phases)][:-1]
 
     def _next_peak(self) -> int:
@@ -159,7 +159,7 @@ class PhaseBudget:
         return peak
 
     def _check_room(self) -> None:
-        """Raise WeightsError if the memory limit is too small for two phases of one layer each."""
+        """Raise WeightsError if two phases of one layer each, beside the memory in use, exceed the limit."""
         if self.limit_bytes is None:
             return
         units = [self._cost(unit) for unit in self._memory.layers.units]
@@ -173,13 +173,15 @@ class PhaseBudget:
             )
 
     def _computed(self) -> float:
-        """Return the time in seconds, less the seconds in which the process has waited for the store."""
+        """Return the clock's seconds after the device's work, less all seconds of waiting for the store."""
         if self._memory.device.type != "cpu":
             torch.accelerator.synchronize(self._memory.device)
         return perf_counter() - self._memory.mover.waited_seconds
 
     def _cost(self, unit: Unit) -> UnitCost:
-        """Return the bytes and seconds of a layer. A weight that layers share is updated with the first layer."""
+        """Return the cost of the layer ``unit``: bytes of weights, gradients and optimizer state, and measured
+        seconds. A weight that several layers share is updated with the first of these layers.
+        """
         seconds, size, number = self._seconds, self._memory.size, self._loop.num_micro_batches
         first_pieces = [piece for piece in unit.pieces if piece.units[0] == unit.index]
         trained = [(name, it) for piece in first_pieces for name, it in piece.weights.items() if it.requires_grad]
@@ -212,7 +214,7 @@ class PhaseBudget:
         self._print(plan.sentence(self._beside))
 
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
-        """Return a plan whose phases fit the memory limit. Raise WeightsError if no phases fit the limit."""
+        """Return the fastest plan (within 1 %) that fits the memory limit. Raise WeightsError if no plan fits."""
         limit = self.limit_bytes or 0
         plan = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
         if isinstance(plan, PhasePlan):

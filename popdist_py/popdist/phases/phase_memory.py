@@ -25,7 +25,7 @@ What: TypeAlias = Literal["weights", "state", "sum"]
 
 
 class MemoryPlace(NamedTuple):
-    """The key of a part of memory: weights, optimizer state or gradient sum of one piece (some weights)."""
+    """The key of one part of memory: weights, optimizer state or gradient sum of one piece, a group of weights."""
 
     what: What
     piece: int
@@ -42,7 +42,8 @@ Move: TypeAlias = tuple[StoreFile, int, Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Phase:
-    """A run of layers whose weights are in memory together, and the pieces: the weights of these layers.
+    """A run of layers whose weights are in memory together. These weights are grouped in pieces: a piece has the
+    weights that the same layers use.
 
     The resident phase has no layers: its weights are used outside of the layers, and never leave memory.
     """
@@ -53,7 +54,7 @@ class Phase:
 
 @dataclass(kw_only=True, eq=False)
 class _Slot:
-    """Memory for one phase of a model, with a record of the tensors that are present, changed or on their way."""
+    """Memory for one phase at a time, with records of tensors that were read, were changed or are being moved."""
 
     memory: Tensor
     phase: Phase
@@ -66,13 +67,13 @@ class _Slot:
     writing: "Future[None] | None" = None
 
     def room(self, place: MemoryPlace) -> Tensor:
-        """Return the bytes of the slot that belong to ``place``: one piece's weights, state or gradient sum."""
+        """Return the part of the slot's memory that ``place`` names: a piece's weights, state or gradient sum."""
         begin, end = self.rooms[place]
         return self.memory[begin:end]
 
 
 class Mover:
-    """A thread that moves bytes between memory and the store of a phased model, and measures the time.
+    """A thread that moves bytes between memory and a phased model's store, and measures how long moves take.
 
     Attributes:
         waited_seconds: The seconds in which the model has waited for reads and writes.
@@ -86,7 +87,7 @@ class Mover:
         self.close = weakref.finalize(self, self._thread.shutdown, wait=True)
 
     def start(self, direction: Direction, moves: Sequence[Move]) -> "Future[None]":
-        """Begin the reads or writes ``moves`` after the device's queued work; return a future for their end."""
+        """Begin the reads or writes ``moves``, which wait for the device's earlier work; return their future."""
         ready = recorded(self._device)
 
         def move() -> None:
@@ -154,7 +155,7 @@ class PhaseMemory:
         self.place_anew()
 
     def place_anew(self) -> None:
-        """Make the slots, the memory of the phases, again: large enough for all present phases and tensors."""
+        """Replace the slots (the phases' memory) by new slots that fit the current phases and stored tensors."""
         self.wait()
         self._unbind()
         self._slots = []
@@ -177,7 +178,7 @@ class PhaseMemory:
         return next((phase for phase in self.phases if piece in phase.pieces), self.resident)
 
     def _rooms(self, phase: Phase) -> tuple[dict[MemoryPlace, tuple[int, int]], int]:
-        """Return the begin and end of weights, states and sums of ``phase`` in a slot, and their total bytes."""
+        """Return the begin and end of each memory place of ``phase`` in a slot, by place, and the total bytes."""
         rooms, position = dict[MemoryPlace, tuple[int, int]](), 0
         whats: tuple[What, ...] = ("weights", "state", "sum")
         for what in whats:
@@ -198,7 +199,7 @@ class PhaseMemory:
         self._counted = None
 
     def _count(self) -> None:
-        """Add the time since the last call to the measured time of the phase that is in memory."""
+        """Add the seconds since the last addition, or the step's begin, to the current phase's measured time."""
         if self._counted is not None and self._current is not None:
             now = perf_counter()
             self.phase_seconds[self.phases.index(self._current[0])] += now - self._counted
@@ -224,7 +225,7 @@ class PhaseMemory:
         self._current = (phase, backward)
 
     def _read_ahead(self, phase: Phase, *, backward: bool, will_return: bool) -> None:
-        """Begin to read the next phase; after the last forward phase, read the tensors of the backward pass."""
+        """Begin to read the next phase's tensors; before a backward pass, the tensors of its first two phases."""
         number = self.phases.index(phase)
         ahead = self.phases[:number][-1:] if backward else self.phases[number + 1 :][:1]
         if not ahead and will_return and not backward:
@@ -233,7 +234,7 @@ class PhaseMemory:
             self._request(self._slot_for(it), self._wanted(it, backward=backward))
 
     def _slot_for(self, phase: Phase) -> _Slot:
-        """Return the slot of ``phase``; if another phase is there, begin to write the changes of that phase."""
+        """Return the memory slot of ``phase``; if it had another phase, begin to write that phase's changes."""
         slot = self._slots[self.phases.index(phase) % 2]
         if slot.phase is not phase:
             self._write(slot)
@@ -242,7 +243,7 @@ class PhaseMemory:
         return slot
 
     def _wanted(self, phase: Phase, *, backward: bool) -> Wanted:
-        """Return the stored tensors that a pass needs: weights; backwards also optimizer states and sums."""
+        """Return the stored tensors that a pass of ``phase`` needs: weights; backwards also states and sums."""
         places = [MemoryPlace("weights", piece.index) for piece in phase.pieces]
         wanted = {place: self.addresses[place][0] for place in places}
         for piece in phase.pieces if backward else ():
@@ -276,18 +277,18 @@ class PhaseMemory:
             raise
 
     def _home(self, place: MemoryPlace) -> _Slot:
-        """Return the slot of the current phase, or the slot of the resident phase if ``place`` belongs to it."""
+        """Return the current phase's slot; the last slot if ``place`` stays in memory or no phase is current."""
         if self._current is None or self.layers.pieces[place.piece] in self.resident.pieces:
             return self._slots[-1]
         return self._slot_for(self._current[0])
 
     def load(self, place: MemoryPlace, address: StoredTensors) -> Tensor:
-        """Read the stored tensors ``address`` into the memory of ``place``; return this memory after the read."""
+        """Return the memory of ``place``, after the stored tensors ``address`` were read into this memory."""
         self._bring(self._home(place), {place: address})
         return self.room(place)
 
     def room(self, place: MemoryPlace) -> Tensor:
-        """Return the memory of ``place`` for new content, after all reads and writes of this memory have ended."""
+        """Return the memory of ``place`` for the caller to overwrite, after the memory's reads and writes."""
         slot = self._home(place)
         if any(changed == place for changed, _, _ in slot.unwritten):
             self._write(slot)
@@ -297,7 +298,7 @@ class PhaseMemory:
         return slot.room(place)
 
     def write_behind(self, place: MemoryPlace, address: StoredTensors, names: Iterable[str] | None = None) -> None:
-        """Record that stored tensors (``names``, or all of ``address``) were changed in memory, to write later."""
+        """Record that the tensors ``names`` (None: all) of ``address`` in memory must be written to the store."""
         home = self._home(place)
         home.present[place] = (address, None)
         home.unwritten |= {(place, address, name): None for name in (address.offsets if names is None else names)}
@@ -321,7 +322,7 @@ class PhaseMemory:
         self.mover.wait_for(writing)
 
     def forget(self, what: What, pieces: Iterable[PhasePiece]) -> None:
-        """Mark ``what``, such as the weights, of ``pieces`` in memory as old: the store has newer tensors."""
+        """Mark the tensors of kind ``what`` of ``pieces`` as outdated in memory: the store has newer values."""
         for piece in pieces:
             for slot in self._slots:
                 slot.present.pop(MemoryPlace(what, piece.index), None)
@@ -330,7 +331,7 @@ class PhaseMemory:
             self._bring(self._slots[-1], self._wanted(self.resident, backward=False))
 
     def _bind(self, slot: _Slot) -> None:
-        """Set the data of the parameters of the phase in ``slot`` to the memory of ``slot``."""
+        """Set the data of the phase's parameters to views of the memory ``slot``, into which they were read."""
         for piece in slot.phase.pieces:
             place = MemoryPlace("weights", piece.index)
             views = self.addresses[place][0].views(slot.room(place))
@@ -351,7 +352,7 @@ class PhaseMemory:
 
 
 def _joined(slot: _Slot, parts: Iterable[tuple[MemoryPlace, StoredTensors, str]]) -> list[Move]:
-    """Return the reads or writes of ``parts``; neighbours in the file and in memory are joined to one move."""
+    """Return moves (file, place, memory) for the tensors ``parts``; neighbours in file and memory are one move."""
     moves: list[tuple[StoreFile, Region, int]] = []
     regions = [
         (address.file, address.regions[name], slot.rooms[place][0] + address.offsets[name])

@@ -107,7 +107,8 @@ class PhaseStore:
     def open(
         cls, place: str | os.PathLike[str], forms: Mapping[str, TensorForm], *, group: Group, device: torch.device
     ) -> Self:
-        """Make the store ``place``: on each host one instance makes the store, the other instances open it.
+        """Return the store at ``place``, a folder or host memory. The first instance of each host makes the store,
+        and the other instances of the host open it.
 
         Args:
             place: The folder, or ``"host"`` for the memory of the host.
@@ -136,7 +137,7 @@ class PhaseStore:
         self.step, self.is_torn = step, True
 
     def end_step(self, write: Callable[[], object] | None = None) -> None:
-        """Call ``write``, wait for all instances, which make the same call, and mark the store as not torn."""
+        """Call ``write``, if given; when every instance's call has succeeded, mark the store as not torn."""
         with fail_together(self._group, "phased(), the end of a step", StoreError):
             if write is not None:
                 write()
@@ -164,7 +165,7 @@ class PhaseStore:
         self._group.agree("phased(), reading what others wrote")
 
     def place_of(self, tensor: Tensor) -> tuple[StoreFile, int] | None:
-        """Return the file from which ``tensor`` is mapped, and its first byte in the file; None if no file is."""
+        """Return the file and the first byte from which ``tensor`` is mapped; None if it is not from the store."""
         for stored in self.tensors.values():
             if (start := stored.file.start_of(tensor)) is not None:
                 return stored.file, start
@@ -181,7 +182,8 @@ class PhaseStore:
             self.folder.remove_if_new()
 
     def add(self, name: str, forms: Mapping[str, TensorForm]) -> StoredTensors:
-        """Make the store's file ``name``, such as ``weights``, with room for tensors; all instances call this.
+        """Make the store's file ``name``, such as ``weights``, with room for tensors of the forms ``forms``
+        (dtype and shape); return the tensors' places in the file. All instances make this call.
 
         A file of this name from before is closed, so that its disk space is free. Its writes must have ended.
         """

@@ -42,7 +42,7 @@ _OTHER_LAYERS: Final = "or name a larger module that holds the layer and what it
 
 
 def install(run: PhasedRun) -> None:
-    """Replace the ``forward`` of each layer, so that ``run`` reads the layer's weights into memory for a call."""
+    """Replace each layer's ``forward``, so that ``run`` has the layer's weights in memory during each call."""
     for unit in run.layers.units:
         module: Any = unit.module
         module.forward = PhasedForward(unit, run)
@@ -109,7 +109,7 @@ class PhasedForward:
 
 @lru_cache(maxsize=1)
 def _cached_probe() -> Any:
-    """Return a module whose weight is a new tensor at each access, unless ``parametrize.cached()`` is active."""
+    """Return a module that detects ``parametrize.cached()``: only there two accesses give the same ``weight``."""
     module = nn.Linear(1, 1, bias=False, device="meta", dtype=torch.float32)  # which draws no random numbers
     return register_parametrization(module, "weight", nn.ReLU())
 
@@ -127,7 +127,7 @@ def _explained(unit: Unit) -> Iterator[None]:
 
 
 class _Taken(int):
-    """An index that replaces a tensor in nested arguments or results."""
+    """A number that stands for a tensor in nested arguments or results: the tensor's index in a list."""
 
 
 def _take_out(nest: Any, tensors: list[Tensor]) -> Any:
@@ -149,7 +149,7 @@ def _put_back(nest: Any, tensors: Sequence[Tensor]) -> Any:
 
 @lru_cache(maxsize=8)
 def _probe(device: torch.device) -> Tensor:
-    """Return a leaf tensor of one element, whose cast shows which cache of autocast is in use."""
+    """Return a tensor on ``device`` to identify autocast's cache: each cache has its own cast of the tensor."""
     return torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
 
 
@@ -164,11 +164,11 @@ def _cast_node(leaf: Tensor) -> Any:
 
 
 class _Entrance(torch.autograd.Function):
-    """An autograd function that makes a layer's inputs from leaf tensors, so that the layer may write in place."""
+    """An autograd function that turns leaf tensors, which a layer cannot write in place, into a layer's inputs."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return tensors that share the memory of ``leaves``."""
+        """Return the layer's inputs, which share the memory of the leaf tensors ``leaves``."""
         inputs = tuple(it.data for it in leaves)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -178,7 +178,7 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients unchanged."""
+        """Return the gradients of the layer's inputs unchanged, as the gradients of the leaf tensors."""
         return gradients
 
 
@@ -199,7 +199,7 @@ class _CallCasts:
 
     @contextmanager
     def in_place(self, *, is_first: bool) -> Iterator[None]:
-        """A context with the recorded autocast settings, in which no cast outlives its weight in memory."""
+        """A context with the recorded autocast settings, after which autocast keeps no cast of the weights."""
         is_on = any(map(torch.is_autocast_enabled, self._modes))
         if not (self._is_on or is_on):
             yield
@@ -257,7 +257,7 @@ class _Call:
     def _entered(
         self, tensors: Sequence[Tensor], hook_of: Callable[[int], Callable[[Tensor], object]]
     ) -> Sequence[Tensor]:
-        """Return inputs for the layer in the memory of ``tensors``, with hooks that get the inputs' gradients."""
+        """Return layer inputs in the memory of ``tensors``; the hook ``hook_of(index)`` gets their gradients."""
         leaves = [it.detach() for it in tensors]
         for place in self._differentiable:  # ``.grad`` may be in another order of memory, which shows in sums
             leaves[place].requires_grad_().register_hook(hook_of(place))
@@ -372,7 +372,7 @@ class _Call:
         self._owner.same.check(self._digest, results if is_same else None)
 
     def _add_casts(self) -> None:
-        """Add a weight's gradients in autocast's dtype, if several calls share one cast of the weight."""
+        """Have a weight's gradients summed in autocast's dtype, if several calls share a cast of the weight."""
         calls = self.run.calls
         for piece in self.unit.pieces:
             for parameter in piece.weights.values() if calls.is_cast_shared(piece, self._casts.cache) else ():
@@ -389,7 +389,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _seen_in(place: int, view: Tensor | None, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
-    """Return the input with index ``place``, or a view of this input with the shape and strides of ``view``."""
+    """Return a layer's result that is its input ``place``, or a view of the input with the shape of ``view``."""
     source = inputs[place]
     if view is None:
         return source
@@ -406,7 +406,7 @@ class _PhasedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the results of ``call``; ``_anchor`` requires a gradient, so that autograd runs ``backward``."""
+        """Return ``call``'s results; by ``_anchor`` autograd runs ``backward`` even if no input has a gradient."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(call.copies.get(place, it) for place, it in enumerate(inputs)))

@@ -41,7 +41,7 @@ class PhasePiece:
 
     @property
     def is_trained(self) -> bool:
-        """Whether at least one of the weights requires a gradient now."""
+        """Whether at least one of the weights in this piece requires a gradient now."""
         return any(it.requires_grad for it in self.weights.values())
 
 
@@ -151,7 +151,7 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
 
 
 def check_same(layers: PhasedLayers, module: nn.Module, forms: Mapping[str, TensorForm]) -> None:
-    """Check that ``module`` still has these layers, and parameters with the dtypes and shapes ``forms``."""
+    """Raise WeightsError if ``module`` has not the layers ``layers`` with the dtypes and shapes ``forms``."""
     names = {id(it): name for name, it in layers.weights.items()}
     now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
     changed = [name for key, name in names.items() if key not in now]
@@ -214,7 +214,7 @@ def written_error(name: str) -> WeightsError:
 
 
 class CallCounts:
-    """A counter of the layers' forward passes in one micro batch whose backward pass has not run yet."""
+    """A counter, for each piece of weights, of a micro batch's forward passes without a backward pass yet."""
 
     def __init__(self) -> None:
         self.micro_batch: object = None  # identifies the micro batch that runs; None between micro batches
@@ -227,7 +227,7 @@ class CallCounts:
         ] = {}  # sums of gradients in autocast's dtype
 
     def begin_micro_batch(self) -> None:
-        """Begin a micro batch: clear all counts and all sums of gradients."""
+        """Begin a micro batch: set all counts of layers' calls to zero, and discard all gradient sums of casts."""
         self.micro_batch, self._is_passed_back, self._unit = object(), False, None
         for it in (self._counts, self._num_casts, self._casts):
             it.clear()
@@ -254,7 +254,7 @@ class CallCounts:
         return self.micro_batch
 
     def check(self, unit: Unit, micro_batch: object) -> None:
-        """Check that a backward pass of the layer ``unit`` may begin now, given its forward pass's micro batch."""
+        """Raise an error unless the layer ``unit``, called in ``micro_batch``, may run its backward pass now."""
         if micro_batch is None:
             raise BatchError(f"backward() of a phased model outside micro_batches. Write\n{_LOOP}")
         if self.micro_batch is not micro_batch:
@@ -286,14 +286,16 @@ class CallCounts:
         return [piece for piece in unit.pieces if not self._counts[piece.index]]
 
     def is_cast_shared(self, piece: PhasePiece, cache: object) -> bool:
-        """Whether several calls use the same cast of a weight of ``piece``, which lies in autocast's ``cache``."""
+        """Whether several calls of layers use the same cast of a weight of ``piece`` from autocast's ``cache``."""
         key = (piece.index, cache)
         return self._num_casts[key] > 1 or key in self._casts
 
     def add_cast(
         self, piece: PhasePiece, parameter: Parameter, cache: object, gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Add the gradient of one call to the sum for a shared autocast copy of a weight; return the final sum."""
+        """Add the gradient of one call to the sum for a cast of a weight that several calls share. Return the sum
+        in the last of these calls, otherwise None.
+        """
         key = (piece.index, cache)
         held = self._casts.setdefault(key, {})
         total = held.pop(parameter) + gradients[0] if parameter in held else gradients[0]
@@ -303,13 +305,13 @@ class CallCounts:
         return (None,)
 
     def _add_held(self, key: tuple[int, object]) -> None:
-        """Add the remaining gradient sums of ``key``, which no later call completes, to the weights' ``.grad``."""
+        """Add the sums that remain for ``key``, a piece and an autocast cache, to the ``.grad`` of the weights."""
         for parameter, total in self._casts.pop(key, {}).items():
             total = total.to(parameter.dtype)  # noqa: PLW2901 - the same gradient
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
     def watch(self, piece: PhasePiece, name: str, parameter: Parameter) -> None:
-        """Refuse gradients of ``parameter`` that come from outside the backward passes of the weight's layers."""
+        """Have backward passes raise WeightsError if ``parameter`` gets a gradient outside its layers' passes."""
 
         def refuse_others(_: Tensor) -> None:
             if self._unit not in piece.units:
@@ -326,7 +328,7 @@ class CallCounts:
 
 
 def _refuse_hooks(piece: PhasePiece) -> None:
-    """Raise WeightsError if a weight has a gradient hook, because two calls would run the hook twice."""
+    """Raise WeightsError if a weight of ``piece`` has a gradient hook, which would run once per layer call."""
     for name, parameter in piece.weights.items():
         if num_gradient_hooks(parameter) > 1:  # one hook comes from CallCounts.watch()
             raise WeightsError(

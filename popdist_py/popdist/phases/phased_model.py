@@ -127,12 +127,12 @@ class PhasedModel(WrappingModel):
 
     @property
     def phase_seconds(self) -> tuple[float, ...]:
-        """The seconds of each phase in the last step, computing and waiting, in all of its passes together."""
+        """The seconds that each phase computed and waited in the last step, forward and backward passes added."""
         return tuple(self.phased_steps.run.memory.phase_seconds)
 
     @property
     def predicted_seconds(self) -> float | None:
-        """The seconds that a step takes by the plan; None until two steps have ended and were measured."""
+        """The seconds of a step that the plan predicts; None until two steps have been measured."""
         return self.phased_steps.run.budget.predicted_seconds
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class PhasedModel(WrappingModel):
         )
 
     def _apply(self, *_: object, **__: object) -> NoReturn:
-        """Raise WeightsError; ``to()``, ``half()`` and similar methods of torch call this method."""
+        """Raise WeightsError, as weights in a store cannot be moved; torch's ``to()`` and ``half()`` call this."""
         raise WeightsError(
             "a phased model stays where it is, in its dtype, as its weights lie in its store: call to(), half() "
             "and the like on the module, before phased(module)"
@@ -173,7 +173,9 @@ class PhasedModel(WrappingModel):
         return {key: self._in_store(value) for key, value in state.items()}
 
     def _in_store(self, value: Any) -> Any:
-        """Return ``value`` for a state dict: a weight mapped from the store, another tensor without autograd."""
+        """Return the value of a state dict for ``value``. For a weight, the value is mapped from the store; for
+        another tensor, it is ``value`` detached from autograd.
+        """
         name = self.phased_steps.run.names.get(id(value))
         if name is not None:
             return placed_as(value, self.store.weights.mapped(name))
@@ -234,7 +236,7 @@ def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | N
 
 
 def _checked_layout(module: nn.Module) -> ReplicaLayout:
-    """Return the layout of the job's replicas. Raise WeightsError if ``module`` cannot be trained in phases."""
+    """Return the layout: which replicas each instance has. Raise WeightsError if ``module`` cannot have phases."""
     if not isinstance(module, nn.Module):
         raise WeightsError(f"phased() is for an nn.Module, and was given {type(module).__name__}")
     contract = context.environment().contract
