@@ -57,7 +57,7 @@ class JobEnvironment(ClusterEnvironment):  # type: ignore[misc]  # Lightning has
 
 
 def options_for_job(options: dict[str, Any], strategy: type[Any]) -> dict[str, Any]:
-    """Return ``options`` of ``strategy`` with the job as cluster environment.
+    """Return ``options`` of ``strategy`` with a JobEnvironment, unless ``options`` have a cluster environment.
 
     Raises:
         WeightsError: In a job of several replicas, for an option of torch's DistributedDataParallel, unless the
@@ -71,7 +71,7 @@ def options_for_job(options: dict[str, Any], strategy: type[Any]) -> dict[str, A
 
 
 class ReplicaProcess:
-    """The common part of the strategies for Lightning's Trainer and Fabric: this process and its device."""
+    """The mixin of strategies for Lightning's Trainer and Fabric, which joins the job and chooses the device."""
 
     parallel_devices: list[torch.device]
     local_rank: int
@@ -94,7 +94,7 @@ class ReplicaProcess:
 
 
 def reduce_by(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
-    """Return ``reduce(tensor, group, reduce_op)``, but a mean of whole numbers as Lightning takes it by gloo."""
+    """Return ``reduce(tensor, group, reduce_op)``; a mean of integers is truncated, as in Lightning with gloo."""
     is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("avg", "mean")
     if not is_mean or not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
         return reduce(tensor, group, reduce_op)
@@ -118,7 +118,7 @@ class ReplicaRow:
         self._outputs = outputs
 
     def __getitem__(self, index: object) -> None:
-        """Raise BatchError, because a hook that unpacks a batch would see the batches of all replicas."""
+        """Raise BatchError: a hook that unpacks this row as a batch would get the batches of several replicas."""
         raise BatchError(
             "a hook of Lightning reads its batch, which here holds a batch for each replica of this instance: "
             "read the batch in training_step. If validation_step reads it, put the datasets of a CombinedLoader "
@@ -139,7 +139,7 @@ class ReplicaRow:
             self._outputs[micro_batch.index] = output
 
     def as_of_first_replica(self, output: Any) -> Any:
-        """Return ``output`` of the last batch in this row, with the values of a batch of the first replica.
+        """Return the first replica's output with the autograd graph of ``output``, which is the row's last output.
 
         So instance 0 shows to hooks, such as the search for a learning rate, what process 0 of Lightning shows.
         """
@@ -163,7 +163,7 @@ class ReplicaRow:
 
 
 class RowLoader:
-    """A loader of :class:`ReplicaRow`, which can be saved and resumed in the middle of an epoch.
+    """A loader of ReplicaRows (one batch for each local replica), which can be resumed in the middle of an epoch.
 
     Args:
         rows: Yields one batch for each replica of this instance.
@@ -184,7 +184,7 @@ class RowLoader:
 
     @property
     def worker_init_fn(self) -> Any:
-        """The function that seeds a worker; Lightning sets it after ``seed_everything(workers=True)``."""
+        """The seed function of loader workers, which Lightning sets after ``seed_everything(workers=True)``."""
         return self._rows.worker_init_fn
 
     @worker_init_fn.setter
@@ -208,14 +208,14 @@ class RowLoader:
         return {"position": self._position % max(1, len(self))}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next pass begin after the batches that an earlier pass had yielded."""
+        """Let the next pass over this loader leave out the batches that the saved pass had yielded."""
         self._first = state["position"]
 
 
 def row_loader(
     loader: Any, replicas: range, steps: Callable[[], ReplicaSteps | None], *, is_needed: bool
 ) -> DataLoader[Any] | None:
-    """Return a loader that yields one batch for each of ``replicas``; None if ``loader`` deals no samples.
+    """Return a loader of rows, one batch for each of ``replicas``; None if ``loader`` has no sampler for replicas.
 
     Raises:
         BatchError: If ``is_needed``, and ``loader`` deals no samples to replicas.

@@ -45,7 +45,7 @@ class LoopTurns:
         return self._turn is None or self._turn.is_last
 
     def over(self, rows_of_steps: Iterable[Sequence[Any]]) -> Iterator[Any]:
-        """Yield the batches of this instance's replicas in turn; after each, the process computes as its replica.
+        """Yield each local replica's batches in turn; the loop's body then uses this replica's random states.
 
         Raises:
             BatchError: After a turn in which the program had to call ``optimizer.step()``, and has not.
@@ -101,7 +101,7 @@ def without_schedulers() -> Iterator[None]:
 
 
 def _watch(kind: type[Any]) -> None:
-    """Replace the method ``step`` of ``kind`` and its subclasses, so that a context can make it do nothing."""
+    """Replace ``step`` of ``kind`` and its subclasses, so that :func:`without_schedulers` can disable ``step``."""
     for subclass in kind.__subclasses__():
         _watch(subclass)
     if kind not in _WATCHED and "step" in vars(kind):

@@ -73,7 +73,7 @@ def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
 
 
 def _is_gathered(logged: LoggedValue) -> bool:
-    """Whether all instances need the value ``logged`` of other replicas."""
+    """Whether all instances need all replicas' values of ``logged``: if shared, or if a mean over an epoch."""
     return logged.is_shared or logged.size is not None
 
 
@@ -83,7 +83,7 @@ def _as_number(value: Any) -> float | int:
 
 
 def _combined(first: LoggedValue, pairs: Sequence[tuple[float, int | None]]) -> LoggedValue:
-    """Return one value for all replicas, combined from a pair (value, number of samples) of each replica."""
+    """Return ``first`` with the sum, minimum, maximum or weighted mean of ``pairs`` (value, number of samples)."""
     values, sizes = [value for value, _ in pairs], [size for _, size in pairs]
     num_samples = None if None in sizes else sum(map(int, sizes))  # type: ignore[arg-type]  # no None is left
     if first.reduction != "mean":

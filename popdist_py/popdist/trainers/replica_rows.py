@@ -60,7 +60,7 @@ class RowSampler(Sampler[list[list[int]]]):
 
 
 class _Batches:
-    """The batches of one pass over ``batch_sampler``, from which several samplers take their batches."""
+    """The batches that one replica's sampler reads; local replicas share one pass over ``batch_sampler``."""
 
     def __init__(self, batch_sampler: Any, batches: Iterator[Any]) -> None:
         self.batch_size = getattr(batch_sampler, "batch_size", None)
@@ -73,11 +73,11 @@ class _Batches:
 
 
 def no_steps() -> None:
-    """Return None in place of a model's steps, because a DataLoader worker has no model."""
+    """Return None, as the callback of an object that was copied to a DataLoader worker, which has no model."""
 
 
 class ReplicaScopes:
-    """The random states with which this instance's replicas read samples, in this process or in a loader's worker.
+    """The random states with which each local replica reads samples, in this process or in a DataLoader worker.
 
     In a worker, a replica's random states begin as in the worker of a process whose rank is the replica's number:
     ``worker_init_fn`` may be a ``functools.partial`` with the keyword ``rank``.
@@ -126,7 +126,7 @@ class DealtRows(Sampler[list[list[int]]]):
 
     @property
     def sampler(self) -> "DealtRows":
-        """The object itself, because Lightning calls the method ``set_epoch`` of the attribute ``sampler``."""
+        """The DealtRows itself, because Lightning calls ``set_epoch`` of a batch sampler's ``sampler``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -167,7 +167,7 @@ class RowDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, row: Iterable[list[int]]) -> Row[Any]:
-        """Return the batch of each replica for a row of lists of indices; torch calls this with a whole row."""
+        """Return the batches of ``row``, a list of sample indices for each local replica; torch calls this."""
         batches: Row[Any] = Row()
         for replica, indices in zip(self.replicas, row, strict=True):
             with self.scopes.of(replica):
@@ -186,7 +186,7 @@ def same_row(row: Row[T]) -> Row[T]:
 
 @dataclass
 class RowStream(IterableDataset[Any]):
-    """The batches of the local replicas from a dataset without indices; its batches go to replicas 0, 1, 2 ..."""
+    """The local replicas' batches of an IterableDataset: in each step, replica r gets the batch number r."""
 
     dataset: Any
     batch_size: int
@@ -205,7 +205,9 @@ class RowStream(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Row[Any]]:
-        """Yield one batch per local replica for each step; repeat the first samples to fill the last step."""
+        """Yield for each step a row with one batch for each local replica. Without ``drop_last``, the first
+        samples fill up an incomplete last step.
+        """
         if get_worker_info() is None:
             self.begin_epoch()
         size, samples = self.batch_size * self.num_replicas, iter(self.dataset)

@@ -83,7 +83,7 @@ class ReplicaSteps:
 
     @property
     def randomness(self) -> ReplicaRandomness:
-        """The random states of this instance's replicas, copies of the process's states at the first use."""
+        """The random states of this instance's replicas; the first use copies the process's random states."""
         if not self._has_states:
             self._has_states = True
             self.model.randomness.begin_as_program(self._device)
@@ -98,7 +98,9 @@ class ReplicaSteps:
         return self.randomness.of(replica, self._device)
 
     def begin_epoch(self) -> None:
-        """Begin an epoch: each replica draws the seed of a DataLoader; at the first call, copy the states."""
+        """Begin an epoch. At the first call, copy the process's random states for each replica; at later calls,
+        let each replica draw the seed that torch's DataLoader draws when it begins.
+        """
         self._check_not_left()
         if self._has_states:
             self.draw_of_loader()
@@ -123,7 +125,9 @@ class ReplicaSteps:
         self._open = micro_batch
 
     def end(self, *, add: bool = False) -> None:
-        """End the open micro batch, if there is one; a step's last one sets ``.grad`` to the job's gradient."""
+        """End the open micro batch, if there is one. After the last micro batch of a step, set ``.grad`` to the
+        mean of all replicas' gradients, or add the mean if ``add``.
+        """
         ended, self._open = self._open, None
         if ended is not None:
             self._scope.close()
@@ -150,7 +154,7 @@ class ReplicaSteps:
             raise BatchError(_LEFT)
 
     def _check_between_steps(self, what: str) -> None:
-        """Raise BatchError inside an optimizer step, for which not all replicas have computed yet."""
+        """Raise BatchError if an optimizer step has begun and has not ended; ``what`` names the refused action."""
         if not self.is_between_steps:
             raise BatchError(
                 f"{what} in the middle of an optimizer step, where the results depend on the number of instances: "
@@ -159,7 +163,7 @@ class ReplicaSteps:
 
     @contextmanager
     def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
-        """A context in which the process computes as the replica of ``micro_batch``; its value is the content."""
+        """A context in which the process computes as the replica of ``micro_batch``; yields its content."""
         self.begin(micro_batch)
         try:
             yield micro_batch.content
