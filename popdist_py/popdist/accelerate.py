@@ -57,7 +57,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def take_over(cls, accelerator: accelerate.Accelerator) -> None:
-        """Make ``accelerator``, which another library has made and not used yet, an object of this class."""
+        """Make ``accelerator``, which another library has made and not used yet, an Accelerator of popdist."""
         accelerator.__class__ = cls
         accelerator._begin_replicas()  # noqa: SLF001 - it has this class now
 
@@ -97,7 +97,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def counting_instances(self) -> Iterator[None]:
-        """A context in which ``num_processes`` is the number of instances, because these share an evaluation."""
+        """A context in which ``num_processes`` counts instances, because an evaluation deals to instances."""
         self._counts_instances = True
         try:
             yield
@@ -147,7 +147,8 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,  # noqa: FBT001 - accelerate's signature
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        """Prepare a loader so that in training it yields the batches of this instance's replicas.
+        """Prepare a loader, which in training yields the batches of this instance's replicas, and in an evaluation
+        this instance's share of all batches.
 
         Raises:
             BatchError: If the sampler of the loader deals samples to processes already, or replicas would have
@@ -173,7 +174,7 @@ class Accelerator(accelerate.Accelerator):
         return loader
 
     def _filled(self, loader: Any, dealt: Any) -> Any:
-        """Return a loader whose last batch is filled up, as accelerate does in a job of several processes only."""
+        """Return a loader that, if ``even_batches`` is true, fills its last batch with the first samples."""
         sampler = BatchSamplerShard(
             dealt.batch_sampler, 1, 0, split_batches=self.split_batches, even_batches=self.even_batches
         )
@@ -181,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
         return DataLoaderShard(device=dealt.device, batch_sampler=sampler, _drop_last=loader.drop_last, **options)
 
     def _rows(self, loader: Any, dealt: Any) -> Any:
-        """Return a loader that yields one batch of each local replica at once, from the batches of ``loader``."""
+        """Return a loader that yields rows: lists with one batch of ``loader`` for each local replica."""
         replicas = context.local_replicas()
         options = _options(loader)
         if isinstance(loader.dataset, IterableDataset):
@@ -250,7 +251,7 @@ class Accelerator(accelerate.Accelerator):
         return own
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a learning rate scheduler, which advances once per replica, as in accelerate per process."""
+        """Prepare a scheduler that advances as often as accelerate's would with one process for each replica."""
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, AcceleratedScheduler) and context.num_local_replicas() > 1:
             prepared = _Scheduler(
@@ -270,14 +271,14 @@ class Accelerator(accelerate.Accelerator):
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context that does nothing for the replicated model, which reduces gradients after a step."""
+        """Return a context that does nothing for a ReplicatedModel, which reduces once in each step anyway."""
         if isinstance(model, ReplicatedModel):
             return nullcontext()
         unsynchronised: AbstractContextManager[Any] = super().no_sync(model)
         return unsynchronised
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of ``loss``; at the last batch of a step, reduce the gradients of all replicas.
+        """Compute gradients of ``loss``; at the last batch of an optimizer step, reduce all replicas' gradients.
 
         Raises:
             BatchError: If the function is called twice in one turn of a loop.
@@ -291,12 +292,12 @@ class Accelerator(accelerate.Accelerator):
         turns.end_micro_batch()
 
     def gather(self, tensor: Any) -> Any:
-        """Gather as accelerate does; if ``gathers_later``, return the tensors of a micro batch as they are."""
+        """Gather as accelerate does; in a micro batch return ``tensor`` if ``log`` gathers metrics later."""
         is_in_micro_batch = self.replica_steps is not None and self.replica_steps.is_open
         return tensor if self.gathers_later and is_in_micro_batch else super().gather(tensor)
 
     def turns(self, rows: Any) -> Iterator[Any]:
-        """Yield each replica's batches in turn to a training loop, which then computes as this replica."""
+        """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
         if self.loop_turns is None:
             raise BatchError(
                 "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
@@ -320,7 +321,7 @@ class Accelerator(accelerate.Accelerator):
                 step = []
 
     def _save_states(self, _models: Any, _weights: Any, folder: str) -> None:
-        """Save the random states of all replicas with accelerate's checkpoint."""
+        """Save the random states of all replicas in ``folder``, the folder of accelerate's checkpoint."""
         if self.replica_steps is not None:
             self.replica_steps.save(Path(folder))
 
@@ -339,7 +340,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """accelerate's optimizer, whose ``step()`` first ends the current micro batch."""
+    """accelerate's optimizer, whose ``step()`` first ends the open micro batch (one batch of one replica)."""
 
     owner: Accelerator
 
@@ -353,7 +354,7 @@ class _Optimizer(AcceleratedOptimizer):
 
 
 class _Scheduler(AcceleratedScheduler):
-    """accelerate's scheduler, which advances once for each replica rather than once for each process."""
+    """accelerate's scheduler, which in each step advances as often as if each replica were a process."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the learning rate scheduler, if the optimizer has updated the weights."""
@@ -388,7 +389,7 @@ class PreparedLoader:
         return iter(dealt)
 
     def __len__(self) -> int:
-        """Return the number of batches of one replica; after an evaluation has begun, of this instance."""
+        """Return the number of batches of one replica; if an evaluation began last, of this instance's share."""
         return len(self._last)
 
     def __getattr__(self, name: str) -> Any:
@@ -398,7 +399,7 @@ class PreparedLoader:
 
     @property  # type: ignore[misc]  # as accelerate's loaders do it
     def __class__(self) -> Any:
-        """DataLoader, because programs ask whether this is a DataLoader; accelerate's loaders do the same."""
+        """The class DataLoader, so that ``isinstance(loader, DataLoader)`` is true, as with accelerate."""
         return DataLoader
 
     def set_epoch(self, epoch: int) -> None:
@@ -416,7 +417,7 @@ def _options(loader: Any) -> dict[str, Any]:
 
 
 def _refuse_loader(loader: Any) -> None:
-    """Raise BatchError for a loader whose batches cannot be dealt to replicas."""
+    """Raise BatchError if ``loader`` has a DistributedSampler, or batch_size=None without an IterableDataset."""
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise BatchError(
@@ -428,7 +429,7 @@ def _refuse_loader(loader: Any) -> None:
 
 
 def _seed_sampler(loader: Any) -> None:
-    """Give a random sampler its own generator, as accelerate does only in a job of several processes."""
+    """Add a generator to a loader's random sampler that has none, as accelerate does for several processes."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", None)
     if hasattr(sampler, "generator") and sampler.generator is None:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -63,11 +63,11 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether ``optimizer.step()`` acts now: at the last batch of an optimizer step, and outside of a loop."""
+        """Whether ``optimizer.step()`` updates weights now: at a step's last batch, or outside of a loop."""
         return self._turns is None or self._turns.is_last
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Return the replicated model; raise WeightsError for a second model with parameters that are trained."""
+        """Return a ReplicatedModel; ``module`` if not trained. Raises WeightsError for a second trained model."""
         if not self.has_replicas:
             return super().setup_module(module)
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -82,7 +82,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         return self.steps.model
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader that yields the batches of this instance's replicas."""
+        """Return a loader of this instance's replicas' batches; ``dataloader`` itself if no change is needed."""
         if not self.has_replicas:
             return dataloader
         replicas = context.local_replicas()
@@ -95,7 +95,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         return self.steps
 
     def turns(self, rows: Any) -> Iterator[Any]:
-        """Yield each replica's batches in turn to a training loop, which then computes as this replica."""
+        """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
         if self.steps is None or self._turns is None:
             raise BatchError("no model was set up: call fabric.setup(model, optimizer) before the loop")
         if len(rows) % self.accumulation:
@@ -116,7 +116,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         return self._turns if self._turns is not None and self._turns.is_running else None
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss; at the last batch of a step, reduce the gradients of all replicas.
+        """Compute gradients of the loss ``tensor``; at the last batch of a step, reduce all replicas' gradients.
 
         Raises:
             BatchError: If the function is called twice in one turn.
@@ -150,7 +150,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
             super().clip_gradients_value(*args, **kwargs)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce ``tensor`` over the instances, as Fabric's DDPStrategy does by gloo.
+        """Reduce ``tensor`` over the instances; as in Lightning with gloo, a mean of integers is truncated.
 
         Raises:
             BatchError: Inside an optimizer step, if this instance has several replicas; as :meth:`all_gather`.
@@ -159,7 +159,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         return reduce_by(super().all_reduce, tensor, group, reduce_op)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather a tensor of each instance."""
+        """Return all instances' tensors, stacked. Raises BatchError inside a step of several local replicas."""
         self._refuse_inside_step("fabric.all_gather")
         return super().all_gather(*args, **kwargs)
 
@@ -197,7 +197,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
 
 class _AtLastTurn:
-    """Fabric's control of ``no_backward_sync()``, which does nothing: the last turn reduces the gradients."""
+    """Fabric's backward sync control, which has nothing to do: each optimizer step reduces gradients once."""
 
     def no_backward_sync(self, _module: nn.Module, _enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001 - Fabric's signature
         """Return a context that does nothing, because gradients are reduced at the last batch of a step."""
@@ -205,7 +205,7 @@ class _AtLastTurn:
 
 
 class TurnLoader:
-    """A loader for Fabric that yields the batches of this instance's replicas, in training one replica at a time.
+    """A loader for Fabric that yields the batches of this instance's replicas, sorted by replica in each step.
 
     Args:
         strategy: Begins and ends the turns.
@@ -220,7 +220,7 @@ class TurnLoader:
         self._evaluates = False
 
     def __len__(self) -> int:
-        """Return the number of batches of one replica; after an evaluation has begun, of this instance."""
+        """Return the number of batches of one replica; if an evaluation began last, of all local replicas."""
         if self._rows is None:
             return len(self._loader)
         return len(self._rows) * (context.num_local_replicas() if self._evaluates else 1)

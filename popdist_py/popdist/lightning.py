@@ -77,7 +77,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments of a DistributedSampler for all replicas, or in a prediction for all instances."""
+        """The arguments of a DistributedSampler, which deals to replicas, but in a prediction to instances."""
         if self.has_replicas and not self._trainer.predicting:
             return {"num_replicas": context.num_replicas(), "rank": self._replicas.start}
         return {"num_replicas": context.num_instances(), "rank": context.instance_index()}
@@ -91,14 +91,14 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         super().setup(trainer)
 
     def teardown(self) -> None:
-        """Remove the wrappers of the module's hooks."""
+        """Restore the module's own hooks, which :meth:`setup` has wrapped to share each wish to stop."""
         if self.lightning_module is not None:
             for name in _HOOKS:
                 self.lightning_module.__dict__.pop(name, None)
         super().teardown()
 
     def _then_share(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls ``hook``, after which Lightning may stop, and then asks all instances."""
+        """Return a function that calls ``hook`` and then stops all instances if one instance is to stop."""
 
         @wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return call
 
     def _share_wish_to_stop(self) -> None:
-        """Stop the training on all instances if one instance asks to stop."""
+        """Stop the training on all instances if ``trainer.should_stop`` is true on one instance."""
         group = context.data_parallel_group()
         if len(group.instances) > 1:
             wishes = group.start("share the wish to stop", [int(self._trainer.should_stop)]).wait()
@@ -156,7 +156,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return RowLoader(rows, self._begin_evaluation, lambda _position: 1)
 
     def _steps_now(self) -> ReplicaSteps | None:
-        """Return the replicas' steps; None in a sanity check, which must not change the random states."""
+        """Return the ReplicaSteps; None in Lightning's sanity check, which must not change random states."""
         return None if self._trainer.sanity_checking else self._steps
 
     def _accumulation(self, position: int) -> int:
@@ -165,7 +165,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return max(0, min(int(self._trainer.accumulate_grad_batches), int(left)))
 
     def _begin_epoch(self, first: int) -> None:
-        """Begin an epoch with the batch ``first``; load the replicas' random states if the training is resumed."""
+        """Begin an epoch at its batch ``first``; in a resumed training, load the replicas' random states."""
         if self._steps is None:
             return
         if not first:
@@ -174,7 +174,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         self._load_states()
 
     def _begin_evaluation(self, _first: int) -> None:
-        """Let the replicas draw what a process draws when an evaluation begins."""
+        """Draw from each replica's random state the seed that a DataLoader draws when an evaluation begins."""
         if (steps := self._steps_now()) is not None:
             steps.draw_of_loader()
 
@@ -195,7 +195,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return batch
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Call ``training_step`` for each replica of this instance, and ``backward`` for all but the last replica.
+        """Call ``training_step`` and ``backward`` for each local replica; Lightning calls the last ``backward``.
 
         Raises:
             BatchError: If ``batch`` is not from a loader of rows, or ``training_step`` returned None.
@@ -240,7 +240,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             raise
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the gradients of a loss; after the last loss of an optimizer step, reduce the gradients.
+        """Compute the gradients of a loss; after a step's last loss, reduce the gradients of all replicas.
 
         The hooks ``on_after_backward`` are called then, because they read the gradients of all replicas.
         """
@@ -257,11 +257,11 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         return loss.detach()
 
     def validation_step(self, *args: Any) -> Any:
-        """Call ``validation_step`` for each replica of this instance; return the list of several results."""
+        """Return the list of ``validation_step``'s results for all local replicas, or the only one's result."""
         return self._evaluate(super().validation_step, *args)
 
     def test_step(self, *args: Any) -> Any:
-        """Call ``test_step`` for each replica of this instance; return the list of several results."""
+        """Return the list of ``test_step``'s results for all local replicas, or the only one's result."""
         return self._evaluate(super().test_step, *args)
 
     def _evaluate(self, step: Any, batch: Any, *args: Any) -> Any:
@@ -280,7 +280,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """A context that computes one replica; with several in the instance, a collective is an error."""
+        """A context in which one replica computes; with several in the instance, collectives raise an error."""
         number = num_collectives()
         if len(self._replicas) > 1:
             replicas_in_turn.add(self)
@@ -293,7 +293,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     @contextmanager
     def _recording(self, row: ReplicaRow, micro_batch: ReplicaBatch) -> Iterator[None]:
-        """A context that keeps the values that the program logs for a micro batch, to combine these values."""
+        """A context in which the module's ``log`` stores a micro batch's values in ``row``, for combine_logs."""
         module = self.lightning_module
         log, logs = module.log, row.logs_of(micro_batch)
         signature = inspect.signature(log)
@@ -334,11 +334,13 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             self.lightning_module.log(name, logged.value, batch_size=logged.size, **logged.options)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce ``tensor`` over the instances, as Lightning's DDPStrategy does by gloo."""
+        """Reduce ``tensor`` over the instances; as in Lightning with gloo, a mean of integers is truncated."""
         return reduce_by(super().reduce, tensor, group, reduce_op)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint with the random states of all replicas; inside an optimizer step, without states."""
+        """Save a checkpoint with the random states of all replicas. A checkpoint inside an optimizer step has no
+        random states, and no training can be resumed from this checkpoint.
+        """
         if self._steps is not None:
             checkpoint[STATES_KEY] = self._steps.gather_states() if self._steps.is_between_steps else {}
         super().save_checkpoint(checkpoint, *args, **kwargs)
@@ -385,7 +387,7 @@ _REFUSED = {
 
 
 def _refuse(trainer: Any, module: Any) -> None:
-    """Raise BatchError if replicas cannot take the place of processes in the training of ``module``."""
+    """Raise BatchError if ``trainer`` or ``module`` uses a feature of Lightning that replicas cannot have."""
     reason = next((reason for hook, reason in _REFUSED.items() if _overrides(trainer, module, hook)), None)
     if not module.automatic_optimization:
         reason = "automatic_optimization=False makes the steps itself: use automatic optimization"

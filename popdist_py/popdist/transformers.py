@@ -76,7 +76,7 @@ class Replicated(_Base):
         self._resumed_from: Path | None = None
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader for the training, which yields one batch for each local replica at once."""
+        """Return the training loader, which yields rows: lists with one batch for each local replica."""
         if not self._has_replicas:
             return super().get_train_dataloader()
         self.accelerator.deals_rows = True
@@ -94,7 +94,7 @@ class Replicated(_Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any
     ) -> tuple[list[Any], Any]:
-        """Return the micro batches of one step as rows, in the order of the replicas, and None; count items."""
+        """Return a step's rows of micro batches, and None: the number of items is stored for each replica."""
         if not self._has_replicas:
             return super().get_batch_samples(epoch_iterator, num_batches, *args)  # type: ignore[no-any-return]
         rows = list(islice(epoch_iterator, num_batches))
@@ -150,7 +150,7 @@ class Replicated(_Base):
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def load_random_states(self) -> None:
-        """Load the replicas' random states, once, from the checkpoint from which the training is resumed."""
+        """Load the replicas' random states from the checkpoint of a resumed training, if not yet done."""
         if self._resumed_from is not None:
             self._steps.load(self._resumed_from)
             self._resumed_from = None
@@ -162,7 +162,7 @@ class Replicated(_Base):
             self._steps.save(Path(output_dir))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict as the Trainer does; a batch's loss is the mean over the batch's own tokens.
+        """Evaluate or predict as the Trainer does, but divide a batch's loss by the batch's own number of tokens.
 
         (The Trainer of several processes divides by the tokens of all processes' batches at this time, so its loss
         of an evaluation depends on the number of processes.)
@@ -181,7 +181,7 @@ class Replicated(_Base):
             arguments.average_tokens_across_devices = is_shared
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log ``logs`` after its losses were replaced by the means over all replicas."""
+        """Replace the losses in ``logs`` by the means over all replicas, and log ``logs`` as the Trainer does."""
         if self._has_replicas and self.is_in_train:
             self._losses.put_in(logs)
         if self._has_replicas and self.accelerator.gathers_later:
@@ -189,7 +189,7 @@ class Replicated(_Base):
         super().log(logs, *args, **kwargs)
 
     def _share_metrics(self, logs: dict[str, float]) -> None:
-        """Replace the metrics of this instance, which TRL's ``log`` averages, by the metrics of all replicas."""
+        """Replace each of TRL's metrics by the mean over all replicas' values, but ``num_tokens`` by the sum."""
         if _is_of_training(logs) or any(name.endswith("runtime") for name in logs):
             metrics = self._metrics["train" if self.model.training else "eval"]
             of_instances = gather_object([dict(metrics)])
@@ -203,7 +203,7 @@ class Trainer(Replicated, transformers.Trainer):
 
 
 class _Together(transformers.TrainerCallback):
-    """A callback that keeps all instances in the same steps: a wish of one instance becomes a wish of all."""
+    """A callback that lets all instances stop, save, evaluate and log at the same step, if one instance asks."""
 
     def __init__(self, trainer: Replicated) -> None:
         self._trainer = trainer
@@ -225,7 +225,7 @@ class _Together(transformers.TrainerCallback):
             self._trainer.load_random_states()
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> Any:
-        """Stop, save, evaluate and log on all instances if a callback of one instance wishes it."""
+        """Stop, save, evaluate and log on all instances if a callback of one instance asks for it."""
         if len(self._group.instances) > 1:
             own = [int(getattr(control, name)) for name in _WISHES]
             wishes = self._group.start("share the wishes of callbacks", own).wait()
@@ -236,7 +236,7 @@ class _Together(transformers.TrainerCallback):
     on_substep_end = on_epoch_end = on_evaluate = on_save = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_kwargs: Any) -> Any:
-        """Share the wishes after a log of the Trainer itself, which all instances make."""
+        """Share the callbacks' wishes to stop, save, evaluate or log, after a log that all instances write."""
         return self.on_step_end(args, state, control) if _is_of_training(logs) else control
 
 
@@ -254,7 +254,7 @@ def _is_of_training(logs: dict[str, float]) -> bool:
 
 
 class _ReplicaLosses:
-    """The sum of each local replica's losses since the last log, as a process of the Trainer sums its losses."""
+    """The sum of losses of each local replica since the last log, which the Trainer has for each process."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -311,7 +311,7 @@ def _refuse(args: Any) -> None:
 
 
 def _refuse_overridden(kind: type[Replicated]) -> None:
-    """Raise BatchError if ``kind`` replaces a method of Replicated for the batches of a training."""
+    """Raise BatchError if ``kind`` overrides a method that would get the training batches of several replicas."""
     for name in ("get_train_dataloader", "get_batch_samples", "training_step"):
         if getattr(kind, name) is not getattr(Replicated, name):
             raise BatchError(
