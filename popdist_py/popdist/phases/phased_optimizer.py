@@ -59,30 +59,30 @@ class _StateForm:
 
     @property
     def stored(self) -> dict[str, TensorForm]:
-        """The dtype, shape and strides of each stored tensor: the state's tensors, and its record of values."""
+        """The layout of each tensor that the store holds for a parameter: large state tensors, and the record."""
         length = _VALUE_BYTES * (1 + len(self.values))
         return {**self.tensors, RECORD: TensorForm(dtype=torch.uint8, shape=(length,), stride=(1,))}
 
     def fits(self, state: State) -> bool:
-        """Whether ``state`` has the names, shapes and dtypes for which the store has room."""
+        """Whether the new state ``state`` of a parameter has the names, shapes and dtypes of this layout."""
         kinds = {name: (form.shape, form.dtype) for name, form in self.tensors.items()}
         kinds |= {name: _kind_of(value) for name, value in self.values.items()}
         return {name: _kind_of(value) for name, value in state.items()} == kinds
 
     def may_load(self, saved: State) -> bool:
-        """Whether the saved state ``saved`` has only known names, and tensors of the right shapes."""
+        """Whether ``saved`` has only names of this layout, and its large tensors have this layout's shapes."""
         shapes = {name: getattr(value, "shape", None) for name, value in saved.items()}
         fit = [shapes.get(name, form.shape) == form.shape for name, form in self.tensors.items()]
         return {*saved} <= {*self.names} and all(fit)
 
     def write_record(self, record: Tensor, state: State) -> None:
-        """Write the small values of ``state`` as JSON to ``record``, a tensor of bytes."""
+        """Write the small values (numbers, None) of ``state`` as JSON to ``record``, a tensor of bytes."""
         values = [state[name].item() if isinstance(state[name], Tensor) else state[name] for name in self.values]
         text = json.dumps(values).encode().ljust(len(record))
         record.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
     def read_record(self, record: Tensor) -> State | None:
-        """Return the small values that ``record`` holds as JSON; None if the parameter has no state yet."""
+        """Return the small values, by name, from the JSON in ``record``; None if ``record`` is still empty."""
         if not record[0]:
             return None
         return {
@@ -92,19 +92,19 @@ class _StateForm:
 
 
 def _is_small(value: Tensor) -> bool:
-    """Whether ``value`` has exactly one real element, so that a record can contain this element."""
+    """Whether ``value`` has exactly one element, not complex, so that a parameter's JSON record can contain it."""
     return value.numel() == 1 and not value.is_complex()
 
 
 def _kind_of(value: object) -> Any:
-    """Return the shape and dtype of a large tensor; for another value return whether the value is a tensor."""
+    """Return the shape and dtype of a tensor of several elements; for another value whether it is a tensor."""
     if isinstance(value, Tensor) and not _is_small(value):
         return tuple(value.shape), value.dtype
     return isinstance(value, Tensor)
 
 
 class _Place(NamedTuple):
-    """The name of a parameter, its parameter group, its position in all groups, and the layout of its state."""
+    """A parameter's name, its index among all parameters of the optimizer, its group, and its state's layout."""
 
     name: str
     position: int  # the index in all groups together
@@ -179,10 +179,10 @@ class PhasedOptimizer(Optimizer):
         self._run.attach_optimizer(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the optimizer; only the constructor can do this.
+        """Add a parameter group to the optimizer. After the constructor, every call raises OptimizerError.
 
         Raises:
-            OptimizerError: As for the class; always after the constructor: the store has no room for more states.
+            OptimizerError: As for the class; after the constructor, because the store has no room for more states.
         """
         if self._is_complete:
             raise OptimizerError(
@@ -225,7 +225,7 @@ class PhasedOptimizer(Optimizer):
             )
 
     def _check_distributed(self, parameters: Sequence[Tensor], settings: Mapping[str, Any]) -> None:
-        """Raise OptimizerError if the optimizer needs whole parameters, but this instance has parts (DTensors)."""
+        """Raise OptimizerError if a parameter is a DTensor, and the optimizer needs whole parameters."""
         if cut := [parameter for parameter in parameters if is_distributed(parameter)]:
             if issubclass(self._optimizer_class, PieceOptimizer):
                 refuse_distributed(self._optimizer_class.__name__, cut)
@@ -252,24 +252,24 @@ class PhasedOptimizer(Optimizer):
         self._steps.finish_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's method has this signature
-        """Set every ``.grad`` to None, also if ``set_to_none`` is False: there is no memory to fill with zeros."""
+        """Set the ``.grad`` of all parameters to None; ignore ``set_to_none``, as zeros would need memory."""
         for parameter in self._places:
             parameter.grad = None
 
     def forms_of(self, parameter: Tensor) -> dict[str, TensorForm]:
-        """Return the dtype and shape of each stored state tensor of ``parameter``; empty if no group has it."""
+        """Return the layout of each tensor in the store for ``parameter``; {} if it is in no parameter group."""
         place = self._places.get(parameter)
         return {} if place is None else place.form.stored
 
     def begin_update(self) -> None:
-        """Begin the updates of one step, with the current settings of the parameter groups."""
+        """Begin the updates of one step, with the settings, such as lr, that the parameter groups have now."""
         handed = {name: it for name, it in vars(self).items() if name in OF_SCALERS}
         for stepper, group in zip(self._steppers, self.param_groups, strict=True):
             stepper.begin(settings_of(group), **handed)
 
     @torch.no_grad()
     def update(self, parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update ``parameter``, which is in memory, and write its new optimizer state to the tensors ``state``."""
+        """Update ``parameter`` by ``gradient``, and write its new optimizer state to the tensors ``state``."""
         place = self._places[parameter]
         form, weights = place.form, local_part(parameter)
         held: State = {}
@@ -291,7 +291,7 @@ class PhasedOptimizer(Optimizer):
         form.write_record(state[RECORD], new_state)
 
     def end_update(self) -> None:
-        """End the updates of one step, and copy changed settings of the optimizers to the parameter groups."""
+        """End the updates of one step; copy settings that ``optimizer_class`` changed to the parameter groups."""
         for stepper, group in zip(self._steppers, self.param_groups, strict=True):
             group.update(stepper.end())
 
@@ -310,7 +310,7 @@ class PhasedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load ``state_dict`` into the store; ``optimizer_class`` itself may have saved this state.
+        """Write the state in ``state_dict`` to the store; it may come from an ``optimizer_class`` in memory.
 
         Raises:
             OptimizerError: If ``state_dict`` is no state, or belongs to another optimizer or other settings.
@@ -337,7 +337,7 @@ class PhasedOptimizer(Optimizer):
             raise
 
     def _load(self, parameter: Tensor, place: _Place, settings: Mapping[str, Any], saved: State) -> None:
-        """Write the saved state of ``parameter`` to the store, except tensors that already lie there."""
+        """Write the saved state of ``parameter`` to the store, except tensors mapped from the same place there."""
         form = place.form
         record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8, device="cpu")
         written = {RECORD: record}
@@ -394,7 +394,7 @@ class PhasedOptimizer(Optimizer):
         }
 
     def _refuse_state(self, place: _Place, state: State) -> NoReturn:
-        """Raise OptimizerError: ``state`` has other names, shapes or dtypes than the store has room for."""
+        """Raise OptimizerError, which says that the store has no room for ``state``: names or tensors differ."""
         raise OptimizerError(
             f"{self._optimizer_class.__name__} has {_in_words(state)} for {place.name}, and the store has room "
             f"for {_in_words(dict.fromkeys(place.form.names))}, as PhasedOptimizer was made with other settings: "
@@ -413,7 +413,7 @@ def _in_words(state: State) -> str:
 
 
 def _form_of_state(stepper: OneByOne, form: TensorForm, device: torch.device) -> _StateForm:
-    """Return the layout of the state that a first step makes for a parameter of dtype and shape ``form``."""
+    """Return the layout of the state that the optimizer's first step makes for a parameter of layout ``form``."""
     weights, gradient = (
         form.view(torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)) for _ in range(2)
     )

@@ -107,13 +107,14 @@ class PhasedRun:
         self.memory.place_anew()
 
     def reload(self) -> None:
-        """Read all weights from the store at their next use, and mark the store as not torn, after new weights."""
+        """Have all weights read again after new weights were loaded; mark the store as not mixing two steps."""
         self.store.end_step()
         self.memory.forget("weights", self.layers.pieces)
 
 
 def deal(pieces: Sequence[Mapping[str, int]], num_instances: int) -> dict[str, int]:
-    """Give each parameter to one instance of a host, so that each instance has about equal bytes of each piece.
+    """Return a dict from each parameter's name to the index of the host's instance that updates the parameter;
+    all instances have about equal bytes of each piece (weights that the same layers use).
 
     Each of ``pieces`` maps names of parameters, which no other piece has, to bytes. The largest parameter is dealt
     first, to the instance that has least bytes of this piece; if instances are equal, least bytes of all, then to

@@ -52,12 +52,12 @@ class PhasedSteps(ModelSteps):
         return self.running is not None and self.step is None
 
     def check_same(self) -> None:
-        """Check that the module still has its layers and parameters, and that only the optimizer wrote weights."""
+        """Raise an error if layers or parameters changed since ``phased()``, or if the program wrote weights."""
         check_same(self.run.layers, self.module, self.run.store.weights.forms)
         self.run.check_unwritten()
 
     def check_forward(self) -> None:
-        """Check that a forward pass is allowed now: all weights must belong to the same step."""
+        """Raise an error if the weights belong to two steps, or if other code than the optimizer wrote weights."""
         if self.run.store.is_torn and self.running is not None:
             raise BatchError(
                 "a forward pass of a phased model after the backward pass of a step's last micro batch, which "
@@ -67,7 +67,7 @@ class PhasedSteps(ModelSteps):
         self.run.check_unwritten()
 
     def _check_ready(self) -> None:
-        """Check that a new step may begin, and set every ``.grad`` to None."""
+        """Raise an error if the last step has not ended or the model has changed; set every ``.grad`` to None."""
         self.check_same()
         optimizer = self.run.optimizer_now()
         left = [it for it in self.run.layers.weights.values() if it.grad is not None]
@@ -104,12 +104,12 @@ class PhasedSteps(ModelSteps):
         return step, contents, counts
 
     def abandon(self, *, index: int | None = None) -> None:
-        """End the running step, if there is one, without a gradient on any instance. Never raises."""
+        """End the running loop over micro batches, if any; no instance gets a gradient of it. Never raises."""
         self.running = self.running if self.step is None else None
         super().abandon(index=index)
 
     def finish_step(self) -> None:
-        """End the optimizer's step: update by the gradients in the store, if any, and wait for all instances."""
+        """End the optimizer's step: with ``step_in_backward=False`` update the weights; wait for all instances."""
         run = self.run
         run.store.check_open()
         if self.running is None or self.step is not None:
@@ -129,7 +129,7 @@ class PhasedSteps(ModelSteps):
 
 
 class PhasedLoop(NamedTuple):
-    """One loop over the micro batches of a step, with the weight of each micro batch in the mean."""
+    """One loop over the micro batches of a step, with the factor of each micro batch in the mean gradient."""
 
     agreement: StepAgreement
     reduction: MeanOrSum
@@ -138,7 +138,7 @@ class PhasedLoop(NamedTuple):
 
 
 class PhasedGradients(GradientKeeper):
-    """The gradients of one step of a phased model; each gradient is used as soon as it is complete."""
+    """The gradients of one step of a phased model; a complete gradient updates its weight or goes to the store."""
 
     _loop: PhasedLoop
     trained: list[PhasePiece]
@@ -156,7 +156,7 @@ class PhasedGradients(GradientKeeper):
         self._over: float | None = None  # the divisor of the sums; None while no gradient is final
 
     def begin_loop(self, loop: PhasedLoop) -> None:
-        """Begin the loop over the micro batches of a step, and make room for sums of gradients."""
+        """Begin the loop over a step's micro batches; make room for gradient sums in memory and in the store."""
         run, group = self._run, self._run.sums.group
         self._loop = loop
         self.trained = [piece for piece in run.layers.pieces if piece.is_trained]
@@ -172,11 +172,13 @@ class PhasedGradients(GradientKeeper):
         run.budget.begin_step(len(loop.weights), updates_apart=not run.optimizer_now().step_in_backward)
 
     def _times(self, number: int) -> float:
-        """Return the factor by which the gradients of micro batch ``number`` are multiplied."""
+        """Return the factor of micro batch ``number``'s gradients in the sum: its weight / ``weight_scale()``."""
         return self._loop.weights[number] / self._loop.agreement.weight_scale()
 
     def _make_room(self, gradients: Mapping[int, PieceGradient], num_planes: int) -> None:
-        """Make room for ``num_planes`` gradient sums of each piece in the store, and for one sum in memory."""
+        """Make room for gradient sums of each piece (weights of the same layers): ``num_planes`` in the store
+        for each instance of the host, and one in memory.
+        """
         run, store = self._run, self._run.store
         forms = {
             f"{plane}/{index}": TensorForm(dtype=torch.uint8, shape=(gradient.num_bytes,), stride=(1,))
@@ -206,7 +208,7 @@ class PhasedGradients(GradientKeeper):
         self._complete.clear()
 
     def add(self, index: int, weight: float, scale: float) -> None:  # noqa: ARG002 - the loop passes both to every kind of step
-        """End a micro batch: add gradients that no backward pass has completed, such as of unused layers."""
+        """End a micro batch; unless it is the last, add gradients not yet in the sums, as of unused layers."""
         self._run.calls.end_micro_batch()
         if index != self._loop.last:
             for piece in self.trained:
@@ -215,7 +217,7 @@ class PhasedGradients(GradientKeeper):
         self._run.memory.begin_writing()
 
     def _use_complete(self, pieces: Iterable[PhasePiece]) -> None:
-        """Use the gradients of the weights ``pieces``, which are complete in the running micro batch."""
+        """Add the complete gradients of ``pieces`` to sums; in the last micro batch, update or store at once."""
         for piece in pieces:
             if piece.index in self._sums:
                 self._complete.add(piece.index)
@@ -225,7 +227,7 @@ class PhasedGradients(GradientKeeper):
                     self._make_final()
 
     def complete(self) -> None:
-        """End the loop: add the remaining gradients over all replicas, and use them."""
+        """End the loop: add the remaining gradients over all replicas, then update weights or store the sums."""
         run, optimizer = self._run, self._run.optimizer_now()
         self._complete = set(self._sums)
         self._make_final()
@@ -237,13 +239,13 @@ class PhasedGradients(GradientKeeper):
         self._show_gradients()
 
     def clear(self) -> None:
-        """End the loop without a step, and set every ``.grad`` to None."""
+        """End the loop over micro batches, update no weight, and set every ``.grad`` to None."""
         self._run.calls.end_micro_batch()
         for parameter in self._run.layers.weights.values():
             parameter.grad = None
 
     def _wanted_back(self, piece: PhasePiece) -> Wanted:
-        """Return the stored tensors that a backward pass or an update needs beside the weights of ``piece``."""
+        """Return the optimizer state and gradient sum in the store that the next pass over ``piece`` needs."""
         if piece.index not in self._sums:
             return {}
         optimizer, addresses = self._run.optimizer_now(), self._run.memory.addresses
@@ -256,16 +258,16 @@ class PhasedGradients(GradientKeeper):
         return {**wanted, **self._sums[piece.index].awaited(self._number)}
 
     def _enter(self, piece: PhasePiece) -> None:
-        """Read the phase into memory whose backward pass completes the gradients of ``piece``."""
+        """Read into memory the phase (run of layers) whose backward pass completes the gradients of ``piece``."""
         self._run.memory.enter(self._run.memory.last_phase(piece), backward=True)
 
     def _push(self, piece: PhasePiece, number: int) -> None:
-        """Add the gradients of ``piece`` in micro batch ``number``, which is not the last, to the waiting sums."""
+        """Add the gradients of ``piece`` from micro batch ``number``, which is not the last, to partial sums."""
         self._enter(piece)
         self._sums[piece.index].push(number, number + 1)
 
     def _make_final(self) -> None:
-        """Add complete gradients over all replicas and use them, in the order that all instances have agreed."""
+        """Add complete gradients over all replicas, in the agreed order; update weights or store the sums."""
         left = self._left = self._agreed_order() if self._left is None else self._left
         while left and left[0].index in self._complete:
             over = self._over = self._begin_updates() if self._over is None else self._over
@@ -275,7 +277,7 @@ class PhasedGradients(GradientKeeper):
             left.popleft()
 
     def _agreed_order(self) -> deque[PhasePiece]:
-        """Return all trained weights in the reverse order of the first forward pass, equal on all instances."""
+        """Return all trained pieces, in reverse order of the job's first forward pass, equal on all instances."""
         run = self._run
         if run.agreed_order is None:
             self._loop.agreement.arrive(len(self.trained))
@@ -289,7 +291,9 @@ class PhasedGradients(GradientKeeper):
         )
 
     def _begin_updates(self) -> float:
-        """Begin the optimizer's updates on all instances; return the divisor of the sums of gradients."""
+        """Begin the optimizer's updates if they run in the backward pass; return the divisor of gradient sums.
+        Raise CollectiveError if the optimizers of the instances have different settings.
+        """
         run, optimizer, loop = self._run, self._run.optimizer_now(), self._loop
         instance = run.sums.group.backend.instance_index
         *_, weights = held_weights(run.sums.layout, instance, self._accumulation, loop.weights)
@@ -308,7 +312,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _sum_over_job(self, own: PieceSum, over: float) -> None:
-        """Set every ``.grad`` of one piece to the sum over all replicas, divided by ``over``."""
+        """Set each ``.grad`` of the piece of ``own`` to the sum over all replicas, divided by ``over``."""
         sums, loop = self._run.sums, self._loop
         is_lone = len(loop.weights) == sums.layout.num_replicas == 1
         if is_lone and (loop.reduction == "mean" or loop.weights[0] == 1):
@@ -322,7 +326,7 @@ class PhasedGradients(GradientKeeper):
         own.gradient.layout.set_gradients(own.gradient.gradient(nodes[0]), used)
 
     def _use(self, piece: PhasePiece) -> None:
-        """Update the weights of ``piece`` by their gradients, or write the gradients to the store for later."""
+        """Update the weights of ``piece``; with ``step_in_backward=False`` write their gradients to the store."""
         optimizer = self._run.optimizer_now()
         gradients = {
             it: it.grad for it in piece.weights.values() if it.grad is not None and optimizer.forms_of(it)
@@ -337,7 +341,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
-        """Update the weights of ``piece`` that this instance owns, and have them written to the store later."""
+        """Update the weights of ``piece`` that this instance owns, and have a thread write them to the store."""
         run, optimizer, memory = self._run, self._run.optimizer_now(), self._run.memory
         owned = {it: name for name, it in piece.weights.items() if name in run.owned and optimizer.forms_of(it)}
         updated = {it: name for it, name in owned.items() if it in gradients}
@@ -358,7 +362,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _keep(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
-        """Copy the gradients of ``piece`` to the memory from which a thread writes them to the store."""
+        """Copy the gradients of ``piece`` to a slot, memory whose content a thread later writes to the store."""
         memory = self._run.memory
         parts = {self._run.names[id(it)]: local_part(gradient) for it, gradient in gradients.items()}
         place = MemoryPlace("sum", piece.index)
@@ -369,7 +373,7 @@ class PhasedGradients(GradientKeeper):
         memory.write_behind(place, kept)
 
     def _show_gradients(self) -> None:
-        """Set each used ``.grad`` to a tensor without memory, which reads the store or raises an error."""
+        """Set each ``.grad`` of the step to a tensor without memory, which reads the store or raises an error."""
         is_updated = self._run.optimizer_now().step_in_backward
         for parameter in self._used:
             name = self._run.names[id(parameter)]

@@ -36,7 +36,9 @@ _CHUNK: Final = 1 << 20
 def held_weights(
     layout: ReplicaLayout, instance: int, accumulation: int, weights: Sequence[float]
 ) -> Iterator[list[float]]:
-    """Yield, after each micro batch of ``instance``, the micro batches' total weight in each partial sum."""
+    """Yield, after each micro batch of ``instance``, a list: for each partial sum of gradients, the total
+    weight of the micro batches in this partial sum.
+    """
     of_job: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=layout.replicas_of(instance).start)
     for begin in range(0, len(weights), accumulation):
         of_replica: TreeSum[float] = TreeSum(accumulation, operator.add)
@@ -50,9 +52,9 @@ def held_weights(
 
 @lru_cache(maxsize=16)
 def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[tuple[int, ...], int]:
-    """Return for each micro batch of an instance the number of waiting sums to which its gradient is added.
+    """Return for each micro batch of ``instance`` how many earlier partial sums its gradient is added to.
 
-    Also return the largest number of sums that wait on any instance while a micro batch computes.
+    Also return the largest number of partial sums that any instance holds while a micro batch computes.
     """
     weights = [0.0] * layout.num_local_replicas * accumulation
     depths = [
@@ -63,7 +65,7 @@ def merges_of(layout: ReplicaLayout, instance: int, accumulation: int) -> tuple[
 
 
 class PieceGradient:
-    """The layout of some parameters' gradients in one flat tensor of bytes."""
+    """The layout of the gradients of ``named_parameters`` in one flat tensor of bytes."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self.layout = GradientLayout(named_parameters)
@@ -75,7 +77,7 @@ class PieceGradient:
             self.num_bytes = -(-end // _LINE_BYTES) * _LINE_BYTES
 
     def make(self, *, zeros: bool = False) -> Tensor:
-        """Return a new tensor of bytes for the gradients, without values or, with ``zeros``, full of zeros."""
+        """Return a new tensor of bytes for the gradients: zeros if ``zeros`` is True, otherwise undefined."""
         make = torch.zeros if zeros else torch.empty
         return make(self.num_bytes, dtype=torch.uint8, device=self.layout.flat_buffers[0].device)
 
@@ -89,14 +91,14 @@ class PieceGradient:
 
     @torch.no_grad()
     def add(self, left: Tensor, right: Tensor | None) -> None:
-        """Add the gradients in ``right``, or zeros if ``right`` is None, to the gradients in ``left``."""
+        """Add the gradients in ``right`` to ``left`` in place; add zeros if ``right`` is None."""
         parts = self.parts(left)
         for total, part in zip(parts, parts if right is None else self.parts(right), strict=True):
             total.add_(0.0 if right is None else part)
 
 
 class InstanceSums:
-    """An adder of gradients over all instances, which adds the instances' partial sums piece by piece."""
+    """An adder of the instances' gradient sums, which adds one piece (weights of the same layers) at a time."""
 
     def __init__(self, group: Group, layout: ReplicaLayout) -> None:
         self.group = group
@@ -106,7 +108,7 @@ class InstanceSums:
 
     @torch.no_grad()
     def add(self, own: Sequence[Tensor]) -> None:
-        """Overwrite ``own[0]`` with the sum of all instances' partial sums ``own``; all instances call this."""
+        """Overwrite ``own[0]``, of this instance's partial sums, with the job's sum; all instances call this."""
         for chunks in zip(*(flat.split(_CHUNK) for flat in own), strict=True):
             total = self._sums.setdefault((len(chunks[0]), chunks[0].dtype), RepeatedSum())
             rows = {node: [chunk] for node, chunk in zip(self._nodes, chunks, strict=True)}
@@ -126,7 +128,7 @@ class PieceSum:
         planes: Sequence[StoredTensors],
         memory: PhaseMemory,
     ) -> None:
-        """Make an empty sum: the store's ``planes`` hold waiting sums, ``times`` returns the factor of a batch."""
+        """Make an empty sum; ``planes`` in the store hold partial sums, ``times`` returns micro batch factors."""
         self.gradient = gradient
         self._merges = merges
         self._times = times
@@ -145,9 +147,9 @@ class PieceSum:
         return {self._place: self._planes[len(self._waiting) - 1]} if is_needed else {}
 
     def push(self, number: int, stop: int) -> Tensor | None:
-        """Add the ``.grad`` of micro batch ``number``, and zeros for each other micro batch before ``stop``.
+        """Add the ``.grad`` of micro batch ``number``, and zeros for skipped micro batches before ``stop``.
 
-        Return the newest sum; None if the sum is zero.
+        Return the newest partial sum; None if that sum is zero.
         """
         value: Tensor | None = None
         for position in range(self._position, stop):
@@ -158,7 +160,7 @@ class PieceSum:
         return value
 
     def total(self, number: int) -> list[Tensor]:
-        """Return this instance's partial sums, nodes of the tree of additions, after micro batch ``number``."""
+        """Add the ``.grad`` of the last micro batch ``number``; return this instance's final partial sums."""
         value = self.push(number, len(self._merges))
         planes = zip(self._waiting, self._planes, strict=False)
         sums = [self._memory.load(self._place, it).clone() if is_there else None for is_there, it in planes]
@@ -166,7 +168,7 @@ class PieceSum:
         return [self.gradient.make(zeros=True) if it is None else it for it in (*sums, value)]
 
     def _added(self, position: int, *, has_gradient: bool) -> Tensor | None:
-        """Add micro batch ``position`` to the waiting sums that it completes; return the sum, None for zeros."""
+        """Return micro batch ``position``'s gradient, added to the partial sums it completes; None if zero."""
         gradient, merges = self.gradient, self._merges[position]
         value: Tensor | None = None
         times = self._times(position) if has_gradient else 0.0
@@ -188,7 +190,7 @@ class PieceSum:
         return value
 
     def _put_aside(self, value: Tensor | None, *, is_in_room: bool) -> None:
-        """Put the sum ``value``, None for zeros, on the stack of sums that wait for later micro batches."""
+        """Put the sum ``value`` (None if zero) on the stack of partial sums that wait for later gradients."""
         if value is not None:
             if not is_in_room:
                 self._memory.room(self._place)[: len(value)].copy_(value)

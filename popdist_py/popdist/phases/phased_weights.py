@@ -34,7 +34,7 @@ def unit_weights(
     initialize: Initialize | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Make the weights of the modules ``units`` of ``model`` one after another, and yield them by name.
+    """Make the weights of each of ``units``, modules of ``model``, and yield them in dicts from name to tensor.
 
     Each dict has the tensors of a unit, or of a part of a unit, by the names of ``model.named_parameters()``;
     all dicts together have each parameter of the units once. The model keeps the tensors until the caller gives
@@ -73,7 +73,7 @@ class _Maker:
         self._made: set[str] = set()
 
     def made(self, units: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
-        """Make all tensors of the model, and yield the parameters of each of ``units`` by name."""
+        """Make all tensors of the model; after each of ``units`` yield a dict of its parameters by name."""
         numbers = {unit: number for number, unit in enumerate(units)}
         order = _in_order(self._model, None, numbers, set())
         for number, group in groupby(order, itemgetter(1)):
@@ -83,7 +83,7 @@ class _Maker:
                 yield {name: self._now(name).detach() for name in names}
 
     def _make(self, modules: list[nn.Module], *, is_unit: bool) -> list[str]:
-        """Make the tensors of ``modules`` that are not made yet; return the names of the parameters among them."""
+        """Make the tensors of ``modules`` that are not made yet; return the names of those that are parameters."""
         names = dict.fromkeys(self._names[module, key] for module in modules for key, _ in _tensors_of(module))
         new = [name for name in names if name not in self._made]
         self._made.update(new)
@@ -101,7 +101,7 @@ class _Maker:
         return [name for name in new if isinstance(self._now(name), nn.Parameter)]
 
     def _call(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]], *, is_unit: bool) -> None:
-        """Call ``initialize`` or ``reset_parameters()`` for modules with blank tensors, to set their values."""
+        """Set the values of ``blank``: call ``initialize``, if given, or ``reset_parameters()`` of modules."""
         for module in modules:
             has_blank = any(self._names.get((module, key)) in blank for key, _ in _tensors_of(module))
             if self._initialize is not None and (is_unit or has_blank):
@@ -113,7 +113,7 @@ class _Maker:
     def _others_replaced(
         self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]
     ) -> Iterator[None]:
-        """A context in which tensors that are already made are replaced, so that a reset does not change them.
+        """A context in which blank tensors replace tensors that are already made: a reset writes only the blanks.
 
         A module sets all of its tensors, and draws random numbers for each.
         """
@@ -130,7 +130,7 @@ class _Maker:
             setattr(module, key, tensor)
 
     def _refuse_unset(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Raise WeightsError if a tensor in ``blank`` is unwritten, or an attribute is on the meta device."""
+        """Raise WeightsError if a tensor in ``blank`` was not written, or a module has a meta tensor left."""
         left = [name for name, before in blank.items() if not _is_written(self._now(name), *before)]
         left += [
             f"{key} (an attribute of {type(module).__name__})"
@@ -146,7 +146,7 @@ class _Maker:
             )
 
     def _now(self, name: str) -> Tensor:
-        """Return the tensor that the model has now under the name ``name``."""
+        """Return the tensor that has the name ``name`` in the model now, as `_set` may have replaced it."""
         module, key = self._holders[name][0]
         tensor: Tensor = getattr(module, key)
         return tensor
@@ -165,7 +165,7 @@ class _Maker:
 def _in_order(
     module: nn.Module, unit: int | None, units: Mapping[nn.Module, int], seen: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, int | None]]:
-    """Yield each module after its children, with the index of the innermost unit (layer) that contains it."""
+    """Yield each module after its children, with the index of its unit (layer); None if it is in no unit."""
     seen.add(module)
     unit = units.get(module, unit)
     for child in module.children():
@@ -189,7 +189,7 @@ def _blank(tensor: Tensor) -> Tensor:
 
 
 def _is_written(tensor: Tensor, blank: Tensor, num_writes_before: int) -> bool:
-    """Whether a tensor has been written since it was blank; torch does not count writes through ``.data``."""
+    """Whether ``tensor`` differs from ``blank`` or was written since; torch does not count writes by ``.data``."""
     if tensor is not blank or num_writes(tensor) != num_writes_before or not tensor.numel():
         return not tensor.is_meta
     return tensor.is_floating_point() and not bool(tensor.isnan().all())
@@ -201,7 +201,7 @@ def _like(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, str]:
-    """Return the first name of each parameter and buffer of ``model``."""
+    """Return a dict from each parameter and buffer of ``model`` to its name; to the first if it has several."""
     names: dict[Tensor, str] = {}
     for path, module in model.named_modules():
         for key, tensor in _tensors_of(module):
@@ -237,7 +237,7 @@ class _Files:
             )
 
     def __contains__(self, name: object) -> bool:
-        """Whether the files have the tensor that the model calls ``name``."""
+        """Whether the files contain the parameter or buffer that has the name ``name`` in the model."""
         return name in self._sources
 
     def read(self, name: str, like: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class _Files:
         return tensor
 
     def _places(self) -> dict[str, Path]:
-        """Return the file of each tensor, by the name of the tensor in the files."""
+        """Return a dict from the name of each tensor in the files to the path of its file."""
         index = self._folder / _INDEX
         if index.exists():
             table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -270,7 +270,7 @@ class _Files:
         return places
 
     def _compared(self, model: nn.Module, places: Mapping[str, Path]) -> list[str]:
-        """Record the file of each tensor of ``model``; return texts that name missing and superfluous tensors."""
+        """Record the file of each tensor of ``model``; return faults: texts that name missing or extra tensors."""
         names_in_model = _names_of(model)
         state = {key: it for key, it in model.state_dict(keep_vars=True).items() if isinstance(it, Tensor)}
         for key, tensor in state.items():

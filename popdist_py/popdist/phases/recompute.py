@@ -108,7 +108,7 @@ class _Recomputed:
         self._is_selective = is_selective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward pass with torch's activation checkpointing, if gradients are enabled."""
+        """Run the layer's forward pass, with torch's checkpointing if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if NormTurn.current is not None and any(
@@ -131,7 +131,7 @@ class _Recomputed:
             return checkpoint(self._compared(), *args, use_reentrant=False, **contexts, **kwargs)
 
     def _compared(self) -> Callable[..., Any]:
-        """Return the layer's forward pass, whose second computation is compared with its first computation."""
+        """Return a function like the layer's ``forward``; its second call must give the results of the first."""
         first: list[str] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class _Recomputed:
         return forward
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the context of a layer's forward pass, and the context of each later recomputation."""
+        """Return two contexts, in which torch's checkpoint runs the layer's first and later forward passes."""
         state = LayerState(self._layer)
         if not self._is_selective:
             return _Contexts(state.watched), _Contexts(state.restored)
@@ -155,13 +155,13 @@ class _Recomputed:
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments without the caches of transformers, which a second pass would extend again."""
+    """Return a layer's arguments, with None for each cache of transformers: a second pass would extend it."""
     cleared = tuple(None if hasattr(it, "get_seq_length") else it for it in args)
     return cleared, {key: None if hasattr(it, "get_seq_length") else it for key, it in kwargs.items()}
 
 
 class _Contexts(ExitStack):
-    """A context that enters new contexts from ``makers`` at each entry: a graph may be passed several times."""
+    """A context that at each entry makes new contexts by ``makers``: a graph may have several backward passes."""
 
     def __init__(self, *makers: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -174,9 +174,9 @@ class _Contexts(ExitStack):
 
 
 class SameOutputs:
-    """A check that a layer has computed the same results in its second computation as in its first.
+    """A check that a layer's second forward pass, in the backward pass, has the same results as its first.
 
-    The check runs in the first step, and in the first step after the layer's mode or trained weights have changed.
+    The check runs in the first step of each mode (training or evaluation) and set of trained weights.
     """
 
     def __init__(self, layer: nn.Module, name: str, reason: str) -> None:
@@ -185,7 +185,7 @@ class SameOutputs:
         self._first_steps: dict[object, int] = {}
 
     def is_checked(self) -> bool:
-        """Whether the results of the running call of the layer are compared."""
+        """Whether results are compared in this step, the first with the layer's mode and trained weights."""
         state = (self._layer.training, tuple(it.requires_grad for it in self._layer.parameters()))
         step = training_loop.num_optimizer_steps
         return self._first_steps.setdefault(state, step) == step
@@ -211,7 +211,7 @@ def digest_of_tensors(results: Iterable[Tensor]) -> str:
 
 
 class LayerState:
-    """The buffers and random states that a layer's forward pass starts from, to be used again later."""
+    """The buffers and random states at the start of a layer's forward pass, for its second computation."""
 
     _random: "_RandomStates"
 
@@ -224,7 +224,7 @@ class LayerState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A context of a forward pass, which saves the random states and the buffers that the pass writes."""
+        """A context of a forward pass, which saves random states and buffers before the pass changes them."""
         self._random = _RandomStates(self._devices)
         before = [
             (owner, key, it := getattr(owner, key), it.detach().clone(), num_writes(it))
@@ -263,7 +263,7 @@ class _RandomStates:
         self._of_devices = {device: accelerator.random_state(device) for device in devices}
 
     def put_in(self) -> None:
-        """Make all these generators continue from their states."""
+        """Set all random generators of this process to the saved states."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)

@@ -6,14 +6,16 @@ from torch import nn
 
 
 def repeated_layers(module: nn.Module) -> set[nn.Module]:
-    """Return the most repeated layers: all modules in runs of the type that has the longest run in a list."""
+    """Return the most repeated layers: the modules of all runs of the type that has the longest run in a list."""
     runs = runs_of_layers(module)
     kind = type(max(runs, key=len)[0]) if runs else None
     return {member for run in runs for member in run if type(member) is kind}
 
 
 def runs_of_layers(module: nn.Module) -> list[list[nn.Module]]:
-    """Return the runs of modules of one type in the lists of ``module``, without runs inside of other runs."""
+    """Return the runs of at least two modules of one type in each ModuleList and Sequential of ``module``;
+    leave out runs inside of another run's modules.
+    """
     runs: list[list[nn.Module]] = []
 
     def search(parent: nn.Module) -> None:

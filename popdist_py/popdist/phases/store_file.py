@@ -48,7 +48,7 @@ _CLONE: Final = 0x40049409
 
 
 def whole_blocks(num_bytes: int) -> int:
-    """Return ``num_bytes`` rounded up to a multiple of ``BLOCK_BYTES``."""
+    """Return ``num_bytes`` rounded up to whole blocks of ``BLOCK_BYTES`` bytes, for direct reads and writes."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -61,12 +61,12 @@ class Region:
 
     @property
     def length(self) -> int:
-        """The number of bytes that are read and written: ``num_bytes`` rounded up to whole blocks."""
+        """The number of bytes of the tensor's range: the tensor's ``num_bytes``, rounded up to whole blocks."""
         return whole_blocks(self.num_bytes)
 
     @property
     def end(self) -> int:
-        """The first byte at which the next range may begin."""
+        """The first byte after the range, at which the range of the next tensor begins."""
         return self.start + self.length
 
 
@@ -124,7 +124,7 @@ def allocate(descriptor: int, num_bytes: int, name: str) -> None:
 
 
 def digest_of_pieces(path: Path) -> str:
-    """Return the digest of a file, computed from digests of its pieces, so that several threads can work on it."""
+    """Return the digest of a file, made from digests of its pieces, which several threads compute together."""
 
     def digest(start: int) -> bytes:
         with path.open("rb") as file:
@@ -163,7 +163,7 @@ class Transfer:
 
 
 class StoreThreads:
-    """The threads that read and write the files of one store; in a forked child the threads do not exist."""
+    """The threads that read and write the files of one store. In a forked child, ``start()`` raises StoreError."""
 
     def __init__(self, device: torch.device) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="popdist-store")
@@ -173,7 +173,7 @@ class StoreThreads:
         self._is_closed = False
 
     def start(self, pieces: Sequence[Callable[[], None]]) -> Transfer:
-        """Run the functions ``pieces`` in the threads, in about this order, and return an object to wait for."""
+        """Queue the functions ``pieces`` for the threads, in order; return a transfer to wait for their end."""
         if os.getpid() != self._owner:
             raise StoreError("this process was forked from one that trains in phases: only that one has the store")
         if self._is_closed:
@@ -181,7 +181,7 @@ class StoreThreads:
         return Transfer([self._threads.submit(piece) for piece in pieces])
 
     def staging(self, num_bytes: int) -> Tensor:
-        """Return pinned memory of the calling thread for a piece of ``num_bytes`` bytes."""
+        """Return the calling thread's pinned memory, of ``num_bytes`` bytes, for copies to and from the device."""
         if not hasattr(self._own, "memory"):
             self._own.memory = make_buffer(PIECE_BYTES, is_pinned=True)
             self._own.stream = torch.Stream(self._device)
@@ -189,7 +189,7 @@ class StoreThreads:
         return memory
 
     def copy(self, into: Tensor, data: Tensor, ready: torch.Event) -> None:
-        """Copy ``data`` between the device and memory from :meth:`staging`, after ``ready``; wait for the end."""
+        """Copy ``data`` to ``into``, device to pinned memory or back, after event ``ready``; wait for the end."""
         stream = self._own.stream
         with accelerator.in_stream(stream):
             stream.wait_event(ready)
@@ -218,11 +218,11 @@ class StoreFile:
 
     @property
     def name(self) -> str:
-        """The name of the file in error messages."""
+        """The name of the store file in error messages: its path, or that it is host memory."""
         return "the store in host memory" if self.path is None else str(self.path)
 
     def read(self, start: int, into: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to read the file from byte ``start`` into the tensor ``into``, on a device after ``ready``.
+        """Begin to read the file from byte ``start`` into ``into``; on a device, wait for the event ``ready``.
 
         ``into`` is a flat tensor of bytes. ``start``, the length and, on the CPU, the address are multiples of
         ``BLOCK_BYTES``.
@@ -230,11 +230,11 @@ class StoreFile:
         return self._begin(self._read_piece, start, into, ready)
 
     def write(self, start: int, data: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to write ``data``, a flat tensor of bytes, to the file at byte ``start``; see :meth:`read`."""
+        """Begin to write the bytes ``data`` at byte ``start`` of the file; :meth:`read` describes ``ready``."""
         return self._begin(self._write_piece, start, data, ready)
 
     def write_tensor(self, region: Region, form: TensorForm, tensor: Tensor) -> None:
-        """Write ``tensor`` to the range ``region`` of the file, in the layout ``form``, and wait for the end."""
+        """Write ``tensor`` to ``region`` of the file, in the dtype and strides of ``form``; wait for the end."""
         if not form.num_bytes:
             return
         values = tensor.detach().to("cpu", form.dtype)

@@ -11,7 +11,7 @@ from popdist.ground.accelerators import accelerator
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Have malloc and torch return free memory to the system: it may be several times the memory of a layer."""
+    """Have malloc and torch return free memory, which may be several layers' memory, to the operating system."""
     with suppress(AttributeError):  # another library than glibc
         ctypes.CDLL(None).malloc_trim(0)
     if device.type != "cpu":
@@ -21,7 +21,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin a new measurement for :func:`peak_bytes`."""
+    """Begin a new measurement of the peak memory use on ``device``, which :func:`peak_bytes` returns."""
     if device.type != "cpu":
         accelerator.ask_memory("reset_peak_memory_stats", device)
     else:
