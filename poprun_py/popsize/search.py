@@ -158,7 +158,10 @@ class _Shape:
 
 
 def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
-    """Return mappings of ``shape``, each maybe faster than fitting ones before; the last that fits is fastest."""
+    """Return the mappings of ``shape`` that may be faster than each fitting mapping tried before.
+
+    The last mapping that fits is the fastest.
+    """
     candidates, best = list[Candidate](), math.inf
     for one in shape.candidates(workload):
         if one.unstreamed.total >= best or (one.fits and one.duration.total >= best):  # of equals the simpler

@@ -389,7 +389,7 @@ class Group:
             notice.is_known = True
 
     def remove_unfinished(self, exchange: Exchange) -> None:
-        """Remove ``exchange``, which is complete, from the exchanges that the next collective must wait for."""
+        """Remove ``exchange`` from the exchanges for which the next collective must wait, because it has ended."""
         if exchange in self._unfinished:
             self._unfinished.remove(exchange)
 

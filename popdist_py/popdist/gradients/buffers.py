@@ -51,7 +51,7 @@ class ModelBuffer:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether this is a large buffer to which torch has counted no write since its copy ``start`` was made."""
+        """Whether this buffer is large, and torch has counted no write to the buffer since it was copied."""
         # Some operations write to small buffers and are not counted, such as BatchNorm.
         if self.is_uncounted or self.start.numel() <= LARGE:
             return False

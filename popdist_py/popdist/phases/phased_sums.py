@@ -147,7 +147,7 @@ class PieceSum:
         return {self._place: self._planes[len(self._waiting) - 1]} if is_needed else {}
 
     def push(self, number: int, stop: int) -> Tensor | None:
-        """Add the ``.grad`` of micro batch ``number``, and zeros for skipped micro batches before ``stop``.
+        """Add the ``.grad`` of micro batch ``number`` to the sum; other micro batches before ``stop`` add zeros.
 
         Return the newest partial sum; None if that sum is zero.
         """

@@ -73,7 +73,7 @@ def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
 
 
 def _is_gathered(logged: LoggedValue) -> bool:
-    """Whether all instances need all replicas' values of ``logged``: if shared, or if a mean over an epoch."""
+    """Whether an instance needs the values of all replicas: ``logged`` is shared, or is a mean over an epoch."""
     return logged.is_shared or logged.size is not None
 
 

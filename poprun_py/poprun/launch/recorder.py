@@ -45,7 +45,7 @@ class RecorderQuestion:
         self._links = [_Link(f"/proc/{pid}/fd/{descriptor}", handler) for handler in _HANDLERS]
 
     def answer(self) -> Message | None:
-        """Return the recorders' collectives or their times; {} if none answers; None while answers may come."""
+        """Return the collectives in the flight recorders; {} if none answers; None while an answer may come."""
         is_late = time.monotonic() >= self._deadline_seconds
         if not all(link.receive(is_late=is_late) for link in self._links):
             return None

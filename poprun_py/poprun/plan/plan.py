@@ -249,7 +249,7 @@ class LaunchPlan:
 
     @property
     def leases_ipus(self) -> bool:
-        """Whether the job leases virtual IPUs of a pod or of CPUs from its hosts' pools (files of leases)."""
+        """Whether the job leases virtual IPUs (a pod's, or CPU cores) from the pool folders of its hosts."""
         vipu = self.vipu
         if vipu.is_offline or self.asks_server:
             return False

@@ -155,7 +155,7 @@ class Pipeline:
             raise BatchError(f"the schedule computes no loss: make it with a loss_fn, {_SUCH_AS}") from error
 
     def losses(self, runs: Sequence[Sequence[Tensor]], number: int, *, share: bool) -> Tensor | None:
-        """Return the losses of ``number`` micro batches; None if another instance has them and not ``share``."""
+        """Return the losses of ``number`` micro batches; None before the last stage if not ``share``."""
         if self._is_last:
             found = torch.stack([loss.double() for losses in runs for loss in losses])
         elif share:

@@ -99,7 +99,7 @@ def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, ob
 
 
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return an SVG group's first elements, none, and its attributes, with the label ``words`` for the page."""
+    """Return no elements, and attributes that let an SVG group get the focus and have the label ``words``."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 
