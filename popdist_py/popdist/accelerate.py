@@ -27,6 +27,10 @@ from popdist.trainers.versions import check_version
 
 check_version(accelerate)
 
+_ONE_LOOP = (
+    "Train on one loader, whose samples may contain samples of two datasets, and evaluate where "
+    "accelerator.sync_gradients is True"
+)
 _ACCUMULATE = "Accelerator(gradient_accumulation_steps=N) and `with accelerator.accumulate(model):`"
 
 
@@ -270,6 +274,11 @@ class Accelerator(accelerate.Accelerator):
         self.loop_turns.accumulates = True
         yield
 
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip the gradients of a step as accelerate does; before the last turn of the step, do nothing."""
+        if self.loop_turns is None or self.loop_turns.is_last:
+            super().clip_grad_value_(parameters, clip_value)
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context that does nothing for a ReplicatedModel, which reduces once in each step anyway."""
         if isinstance(model, ReplicatedModel):
@@ -281,9 +290,13 @@ class Accelerator(accelerate.Accelerator):
         """Compute gradients of ``loss``; at the last batch of an optimizer step, reduce all replicas' gradients.
 
         Raises:
-            BatchError: If the function is called twice in one turn of a loop.
+            BatchError: If the function is called twice in one turn of a loop, or no model was prepared.
         """
         turns = self.loop_turns
+        if turns is None and self.num_replicas > 1:
+            raise BatchError(
+                "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
+            )
         if turns is None or not turns.is_running:
             super().backward(loss, **kwargs)
             return
@@ -296,15 +309,13 @@ class Accelerator(accelerate.Accelerator):
         is_in_micro_batch = self.replica_steps is not None and self.replica_steps.is_open
         return tensor if self.gathers_later and is_in_micro_batch else super().gather(tensor)
 
-    def turns(self, rows: Any) -> Iterator[Any]:
+    def turns(self, turns: LoopTurns, rows: Any) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
-        if self.loop_turns is None:
-            raise BatchError(
-                "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
-            )
+        if turns.is_running:
+            raise BatchError(f"a loop over a prepared loader began in another loop. {_ONE_LOOP}")
         try:
-            for content in self.loop_turns.over(self._rows_of_steps(rows)):
-                self.sync_gradients = self.loop_turns.is_last
+            for content in turns.over(self._rows_of_steps(rows)):
+                self.sync_gradients = turns.is_last
                 yield content
         finally:
             self.sync_gradients = True
@@ -379,13 +390,15 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         dealt, rows = self.loaders
-        steps = self._accelerator.replica_steps
-        if steps is not None and steps.model.module.training and torch.is_grad_enabled():
-            self._last = rows
-            return self._accelerator.turns(rows)
-        self._last = dealt
-        if steps is not None:
+        steps, turns = self._accelerator.replica_steps, self._accelerator.loop_turns
+        if steps is not None and turns is not None:
+            if steps.model.module.training and torch.is_grad_enabled():
+                self._last = rows
+                return self._accelerator.turns(turns, rows)
+            if not turns.is_last:
+                raise BatchError(f"an evaluation began in the middle of an optimizer step. {_ONE_LOOP}")
             steps.draw_of_loader()
+        self._last = dealt
         return iter(dealt)
 
     def __len__(self) -> int:

@@ -167,6 +167,22 @@ def twice():
             accelerator.backward(model(x).mean())
         optimizer.step()
 
+def no_model():
+    accelerator, model, _ = begin()
+    accelerator.backward(model(torch.ones(1, 4)).mean())
+
+def nested():
+    accelerator, model, optimizer = begin()
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))
+    next(zip(loader, loader))
+
+def too_early():
+    accelerator, model, optimizer = begin()
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))
+    for _ in loader:
+        model.eval()
+        next(iter(loader))
+
 def two_models():
     accelerator, model, _ = begin()
     accelerator.prepare(model, nn.Linear(2, 2))
@@ -190,7 +206,8 @@ def dispatched():
     from accelerate.utils import DataLoaderConfiguration
     begin(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
 
-for call in (by_hand, twice, two_models, sampler, batch_sampler, uneven, dispatched):
+calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
+for call in calls:
     try:
         call()
     except Exception as error:
@@ -405,6 +422,9 @@ LIGHTNING = "BatchError: popdist.lightning.ReplicatedStrategy with 2 replicas: "
 SAYS = {
     "by_hand": "BatchError: optimizer.step() was not called",
     "twice": "BatchError: accelerator.backward() was called twice",
+    "no_model": "BatchError: no model was prepared",
+    "nested": "BatchError: a loop over a prepared loader began in another loop",
+    "too_early": "BatchError: an evaluation began in the middle of an optimizer step",
     "two_models": "WeightsError: popdist.accelerate.Accelerator prepares one model",
     "sampler": "BatchError: the loader has a DistributedSampler",
     "batch_sampler": "BatchError: the loader has a DistributedSampler",
