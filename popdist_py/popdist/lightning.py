@@ -139,7 +139,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
         Raises:
             BatchError: If the loader of a training does not give each replica its own samples.
-        CollectiveError: If the instances have loaders of different lengths.
+            CollectiveError: If the instances have loaders of different lengths.
         """
         trainer = self._trainer
         if not self.has_replicas or trainer.predicting:

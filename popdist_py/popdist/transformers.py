@@ -249,7 +249,7 @@ _OF_ARGS = ("gradient_accumulation_steps", "per_device_train_batch_size", "learn
 
 
 def _is_of_training(logs: dict[str, float]) -> bool:
-    """Return whether ``logs`` are the Trainer's own log of its training, which it writes on all instances."""
+    """Whether ``logs`` are the Trainer's own log of its training, which it writes on all instances."""
     return logs.keys() >= {"loss", "learning_rate"} or logs.keys() >= {"train_loss", "train_runtime"}
 
 

@@ -138,6 +138,16 @@ def test_a_loop_of_accelerate_resumes_within_an_epoch(poprun: Poprun, tmp_path: 
     assert lines[0] == lines[1] != []
 
 
+CALL_ALL = """
+for call in calls:
+    try:
+        call()
+    except Exception as error:
+        print(f"{call.__name__}: {type(error).__name__}: {error}")
+    else:
+        print(f"{call.__name__}: nothing was refused")
+"""
+
 REFUSED = """
 import sys, torch
 from torch import nn
@@ -207,13 +217,6 @@ def dispatched():
     begin(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
 
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
-for call in calls:
-    try:
-        call()
-    except Exception as error:
-        print(f"{call.__name__}: {type(error).__name__}: {error}")
-    else:
-        print(f"{call.__name__}: nothing was refused")
 """
 
 REFUSED_OF_LIGHTNING = """
@@ -363,13 +366,6 @@ def no_number():
 calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
 calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric
-for call in calls:
-    try:
-        call()
-    except Exception as error:
-        print(f"{call.__name__}: {type(error).__name__}: {error}")
-    else:
-        print(f"{call.__name__}: nothing was refused")
 """
 REFUSED_OF_TRAINER = """
 import torch, transformers
@@ -404,13 +400,7 @@ def gathered():
         return loss - self.accelerator.gather(loss.detach()).mean()
     train(type("Mine", (Trainer,), {"compute_loss": gather}))
 
-for call in (own_step, raw_loader, by_batch, gathered):
-    try:
-        call()
-    except Exception as error:
-        print(f"{call.__name__}: {type(error).__name__}: {error}")
-    else:
-        print(f"{call.__name__}: nothing was refused")
+calls = own_step, raw_loader, by_batch, gathered
 """
 TRAINER_SAYS = {
     "own_step": "BatchError: Mine.training_step would get the batches of several replicas",
@@ -471,7 +461,7 @@ def test_what_has_no_bits_is_refused_by_name(
 ) -> None:
     """Each error says what to write, before a weight has changed."""
     script = tmp_path / "refused.py"
-    script.write_text(program, encoding="utf-8")
+    script.write_text(program + CALL_ALL, encoding="utf-8")
 
     finished = poprun("--num-instances", "1", "--num-replicas", "2", sys.executable, str(script)).succeeded()
 
