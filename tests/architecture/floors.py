@@ -16,8 +16,8 @@ _LOWEST_FIRST: Final = {
     "popdist": "errors startup < ground < exchange < job < metrics gradients < data < step packing < optim"
     " trainers < phases accelerate lightning fabric < parallel transformers"
     " < checkpoint compat tensorflow onnx poptorch launching < popdist_core popart",
-    "popdist.ground": "layout local_tensors tree trusted_paths < contract installation torch_private extension"
-    " < torch_private_groups < environments progress accelerators",
+    "popdist.ground": "values < layout local_tensors tree trusted_paths"
+    " < contract installation torch_private extension < torch_private_groups < environments progress accelerators",
     "popdist.exchange": "host_memory < transport < groups < process_group",
     "popdist.job": "context < collectives < weights instances",
     "popdist.step": "training < checks preemption",
@@ -31,7 +31,10 @@ FLOORS: Final = {folder: [*map(words, order.split(" < "))] for folder, order in 
 """The folders and files of each floor, lowest first: of each package, and of each room that has floors."""
 
 BRIDGE: Final = frozenset(
-    {"popdist.errors", *(f"popdist.ground.{name}" for name in ("contract", "layout", "progress", "trusted_paths"))}
+    {
+        "popdist.errors",
+        *(f"popdist.ground.{name}" for name in words("contract layout progress trusted_paths values")),
+    }
 )
 """All that poprun may import of popdist: its errors, and parts of its ground."""
 

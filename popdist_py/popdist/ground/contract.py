@@ -7,11 +7,12 @@ and Open MPI's ``OMPI_COMM_WORLD_*``, for programs that do not use popdist.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Final, Self
 
 from popdist.errors import ContractError
 from popdist.ground.layout import Parallelism, ReplicaLayout, ReplicaPart
+from popdist.ground.values import dataclass
 
 VERSION: Final = "0.1.0"
 

@@ -10,13 +10,13 @@ import os
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Self
 from zlib import crc32
 
 from popdist.errors import runs_of
 from popdist.ground.contract import PROGRESS_DESCRIPTOR
+from popdist.ground.values import dataclass
 from popdist.startup import phase_sampler, stack_signal
 
 PAGE_BYTES: Final = 4096

@@ -8,11 +8,12 @@ which parses the command lines of the other programs, would take a tenth of popr
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from getopt import GetoptError, getopt
 from typing import Any, Final
 
+from popdist.ground.values import dataclass
 from poprun.cli.options import (
     BOOLEANS,
     HELP_ALL,

@@ -7,10 +7,11 @@ its value is used.
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
 
+from popdist.ground.values import dataclass
 from poprun.errors import PoprunError, UsageError
 from poprun.plan.request import TRACED_STEPS, LauncherChoice, LaunchRequest
 from poprun.plan.topology import ProcessPlacement

@@ -9,10 +9,10 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from popdist.ground.values import dataclass
 from poprun.errors import LaunchError, describe_error
 from poprun.launch.messages.control import (
     LOST,

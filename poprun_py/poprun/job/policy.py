@@ -1,10 +1,10 @@
 """The supervisor's policy: a pure function that returns the next action for a snapshot of the job."""
 
 import math
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from popdist.ground.values import dataclass
 from poprun.observe.account.state import JobSnapshot, Phase
 from poprun.plan.request import EndingSettings
 

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from popdist.ground.values import dataclass
 from poprun.job.agents import AgentLinks
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.record import Record

@@ -4,8 +4,10 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
+
+from popdist.ground.values import dataclass
 
 _MIB: Final = 2**20
 _GIB: Final = 2**30

@@ -5,9 +5,9 @@ https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html. Level Zero: i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from popdist.ground.values import dataclass
 from poprun.makers.listings import Listed, arrange_tiles, read_amd, read_intel, read_nvidia
 
 Answers = Sequence[str]  # outputs of a maker's commands, in the order of the commands; empty if a command failed

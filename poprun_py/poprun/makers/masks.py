@@ -1,9 +1,10 @@
 """Evaluation of variables such as CUDA_VISIBLE_DEVICES: which GPUs a program sees, and what is wrong. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
+from popdist.ground.values import dataclass
 from poprun.makers.listings import Listed
 from poprun.makers.maker import MAKERS, Maker
 

@@ -8,9 +8,9 @@ https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from popdist.ground.values import dataclass
 from poprun.errors import PlanError
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import MpiKind, MpiRuntime

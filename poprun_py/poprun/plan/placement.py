@@ -7,9 +7,9 @@ instance whose GPUs are near some nodes gets cores of these nodes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 
+from popdist.ground.values import dataclass
 from poprun.errors import PlanError
 from poprun.plan.topology import Binding, Cpu, ProcessPlacement
 

@@ -7,12 +7,13 @@ plan that was written and read starts the same processes.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Final
 
 from popdist.ground.contract import Contract, Endpoint
 from popdist.ground.layout import Parallelism, ReplicaLayout, ReplicaPart
+from popdist.ground.values import dataclass
 from poprun.makers.maker import DEFAULT_MAKER, MAKERS
 from poprun.plan.mpi_options import Variables
 from poprun.plan.request import (

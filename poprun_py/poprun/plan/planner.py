@@ -6,12 +6,13 @@ job other cores.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from popdist.ground.contract import NUM_THREADS
 from popdist.ground.layout import Parallelism
+from popdist.ground.values import dataclass
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.makers.maker import DEFAULT_MAKER, MAKERS
 from poprun.plan.advice import advise

@@ -8,10 +8,11 @@ go unchanged from the request to the plan.
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from popdist.ground.values import dataclass
 from poprun.errors import PlanError
 from poprun.plan.topology import ProcessPlacement
 from poprun.text import IF_USED

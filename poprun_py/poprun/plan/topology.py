@@ -1,9 +1,10 @@
 """Facts about a machine (cores, GPUs, MPI, Slurm), and bindings of instances to cores, as values. Pure."""
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
+from popdist.ground.values import dataclass
 from poprun.makers.maker import DEFAULT_MAKER
 
 

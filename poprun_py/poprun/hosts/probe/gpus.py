@@ -3,9 +3,9 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
+from popdist.ground.values import dataclass
 from poprun.launch.process.limits import read_text
 from poprun.launch.process.process_tree import ancestors, user_of
 from poprun.launch.process.spawn import Answer, answers_of

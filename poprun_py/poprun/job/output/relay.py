@@ -13,11 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
+from popdist.ground.values import dataclass
 from poprun.job.output.lines import LineSplitter, StepLines, Tags, tagged
 from poprun.launch.process.spawn import start_thread
 from poprun.plan.plan import LaunchPlan

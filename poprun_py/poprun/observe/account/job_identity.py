@@ -1,9 +1,10 @@
 """The identity of a job, which poprun knows before the job starts. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from popdist.ground.values import dataclass
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 
 if TYPE_CHECKING:

@@ -2,13 +2,14 @@
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from popdist.errors import name_instances
 from popdist.ground.layout import Parallelism
 from popdist.ground.progress import PhaseCounters, Progress
+from popdist.ground.values import dataclass
 
 if TYPE_CHECKING:
     from poprun.launch.process.machine_evidence import Evidence

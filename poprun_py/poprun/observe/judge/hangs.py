@@ -7,10 +7,10 @@ reported. poprun does not find an instance that spins while it waits, as with NC
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from popdist.ground.progress import Progress
+from popdist.ground.values import dataclass
 from poprun.observe.account.state import InstanceState, InstanceStatus
 
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)

@@ -2,9 +2,10 @@
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
+from popdist.ground.values import dataclass
 from poprun.errors import OutputError
 from poprun.observe.account.state import (
     AGENT_FROZEN,
