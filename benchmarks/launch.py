@@ -25,7 +25,7 @@ MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
 """Open MPI's launcher refuses to run for root without these; poprun sees to it itself."""
 
 LOCAL, MPI, TORCHRUN, MPIEXEC = "poprun (local)", "poprun (MPI)", "torchrun", "mpiexec"
-LEAST_FASTER = 14
+LEAST_FASTER = 18
 """How many times as long torchrun takes for two programs at least."""
 
 PYTHON, IMPORT, INIT = "python", "import popdist", "popdist.init()"
