@@ -47,8 +47,6 @@ def limit_of(memory: str | int) -> int:
 class PhaseBudget:
     """A planner for a phased model, which is trained one phase (group of layers) after the other because it is
     larger than the memory. The planner measures the first steps, chooses the phases, and prints the plan.
-
-    The plan is made from the measurements, for the loop that was measured.
     """
 
     def __init__(self, memory: PhaseMemory, owned: Collection[str], *, is_first: bool) -> None:
@@ -71,7 +69,7 @@ class PhaseBudget:
         self._later: list[float] = []
 
     def begin_step(self, num_micro_batches: int, *, updates_apart: bool) -> None:
-        """Begin to measure a step. Raise WeightsError if the memory limit is too small for phases of one layer."""
+        """Begin to measure a step. Raise WeightsError if two layers at a time do not fit into the memory limit."""
         self._is_measuring = self._num_steps < _NUM_MEASURED
         self._loop = Loop(
             num_micro_batches=num_micro_batches, updates_apart=updates_apart, is_shared=self._is_shared
@@ -87,7 +85,7 @@ class PhaseBudget:
 
     @contextmanager
     def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """A context for a pass of the layer ``unit``, which in the first steps measures its time and memory."""
+        """A context that, in the first steps, measures time and memory of a pass of the layer ``unit``."""
         self._make_room(unit)
         if not self._is_measuring:
             yield
@@ -105,7 +103,7 @@ class PhaseBudget:
 
     @contextmanager
     def updating(self, units: Sequence[int]) -> Iterator[None]:
-        """A context in which weights of the layers with indices ``units`` are updated; its time is measured."""
+        """A context in which weights of the layers with indices ``units`` are updated; it measures the time."""
         if not self._is_measuring:
             yield
             return
@@ -117,7 +115,7 @@ class PhaseBudget:
             self._seconds[min(units), "update"] += seconds
 
     def end_step(self, order: Sequence[int]) -> None:
-        """End a step; after the last measured step plan the phases. ``order`` has the layers in forward order."""
+        """End a step. After the last measured step, divide the layers ``order`` (forward order) into phases."""
         seconds = perf_counter() - self._began
         self._num_steps += 1
         self._is_measuring = False
@@ -142,24 +140,24 @@ class PhaseBudget:
             give_back_memory(device)
 
     def _note_memory(self) -> None:
-        """Record the first step's largest memory use, less the memory that the phases' tensors need."""
+        """Record the largest memory use of the first step, without the memory of the layers' own tensors."""
         self._next_peak()
         costs = [self._cost(unit) for unit in self._memory.layers.units]
         self._beside = self._peak_bytes - memory_with(costs, self._cuts(), self._loop).total
 
     def _cuts(self) -> list[int]:
-        """Return, for each phase, the position of its first layer in the sequence of all phases' layers."""
+        """Return for each phase (group of layers) the index of its first layer, counted in forward order."""
         return [0, *accumulate(len(phase.units) for phase in self._memory.phases)][:-1]
 
     def _next_peak(self) -> int:
-        """Return the largest memory use of the process since the last call, in bytes, and measure anew."""
+        """Return the largest memory use of the process since the last call, in bytes; begin a new measurement."""
         peak = peak_bytes(self._memory.device)
         self._peak_bytes = max(self._peak_bytes, peak)
         reset_peak(self._memory.device)
         return peak
 
     def _check_room(self) -> None:
-        """Raise WeightsError if two phases of one layer each, beside the memory in use, exceed the limit."""
+        """Raise WeightsError if the memory in use, with two layers at a time, exceeds the memory limit."""
         if self.limit_bytes is None:
             return
         units = [self._cost(unit) for unit in self._memory.layers.units]
@@ -173,7 +171,7 @@ class PhaseBudget:
             )
 
     def _computed(self) -> float:
-        """Return the clock's seconds after the device's work, less all seconds of waiting for the store."""
+        """Wait for the device; return the clock's time in seconds, less the time spent waiting for the store."""
         if self._memory.device.type != "cpu":
             torch.accelerator.synchronize(self._memory.device)
         return perf_counter() - self._memory.mover.waited_seconds
@@ -214,7 +212,7 @@ class PhaseBudget:
         self._print(plan.sentence(self._beside))
 
     def _fitting(self, units: list[UnitCost], names: list[str], speed: StoreSpeed) -> PhasePlan:
-        """Return the fastest plan (within 1 %) that fits the memory limit. Raise WeightsError if no plan fits."""
+        """Return the fastest plan of phases (within 1 %) for the memory limit. Raise WeightsError if none fits."""
         limit = self.limit_bytes or 0
         plan = plan_phases(units, limit * (1 - _SPARE) - self._beside, speed, self._loop)
         if isinstance(plan, PhasePlan):

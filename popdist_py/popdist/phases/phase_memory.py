@@ -61,13 +61,12 @@ class _Slot:
     rooms: dict[MemoryPlace, tuple[int, int]]  # first byte and end in the memory
     # the tensors of the store that are in memory, or are being read, with the future of the read
     present: dict[MemoryPlace, tuple[StoredTensors, "Future[None] | None"]] = field(default_factory=dict)
-    unwritten: dict[tuple[MemoryPlace, StoredTensors, str], None] = field(
-        default_factory=dict
-    )  # with names, in order
+    # the tensors that must be written to the store, by place, file and name, in order
+    unwritten: dict[tuple[MemoryPlace, StoredTensors, str], None] = field(default_factory=dict)
     writing: "Future[None] | None" = None
 
     def room(self, place: MemoryPlace) -> Tensor:
-        """Return the part of the slot's memory that ``place`` names: a piece's weights, state or gradient sum."""
+        """Return the part of this memory for ``place``: weights, optimizer state or gradients of some layers."""
         begin, end = self.rooms[place]
         return self.memory[begin:end]
 
@@ -87,7 +86,7 @@ class Mover:
         self.close = weakref.finalize(self, self._thread.shutdown, wait=True)
 
     def start(self, direction: Direction, moves: Sequence[Move]) -> "Future[None]":
-        """Begin the reads or writes ``moves``, which wait for the device's earlier work; return their future."""
+        """Begin the reads or writes ``moves`` after the device's earlier work; return a future to wait for."""
         ready = recorded(self._device)
 
         def move() -> None:
@@ -111,7 +110,7 @@ class Mover:
             self.waited_seconds += perf_counter() - start
 
     def bytes_per_second(self, direction: Direction) -> float:
-        """Return the mean speed of all reads or writes until now; infinite if no bytes were moved."""
+        """Return the mean speed of all reads, or of all writes, until now; infinite if no bytes were moved."""
         num_bytes, seconds = self._moved.get(direction, (0, 0.0))
         return num_bytes / seconds if seconds else inf
 
@@ -141,11 +140,11 @@ class PhaseMemory:
         self._current: tuple[Phase, bool] | None = None  # the phase whose weights are bound, and whether backwards
 
     def size(self, what: What, piece: int) -> int:
-        """Return the bytes of memory that the weights, the state or the gradient sum of a piece needs."""
+        """Return the bytes that the weights, optimizer state or gradient sum of some layers needs in memory."""
         return max((it.num_bytes for it in self.addresses.get(MemoryPlace(what, piece), ())), default=0)
 
     def cut(self, phases: Iterable[Sequence[int]]) -> None:
-        """Divide the model into ``phases``, each a list of layers' indices, in the order of the forward pass."""
+        """Divide the model into ``phases``, groups of layers in memory together, given as lists of indices."""
         self.phases = [
             Phase(
                 units=(*units,), pieces=tuple(it for it in self.layers.pieces if not {*units}.isdisjoint(it.units))
@@ -155,7 +154,7 @@ class PhaseMemory:
         self.place_anew()
 
     def place_anew(self) -> None:
-        """Replace the slots (the phases' memory) by new slots that fit the current phases and stored tensors."""
+        """Make new memory blocks for the phases (groups of layers), so that the present phases and tensors fit."""
         self.wait()
         self._unbind()
         self._slots = []
@@ -170,15 +169,15 @@ class PhaseMemory:
             self._bind(self._slots[-1])
 
     def phase_of(self, unit: int) -> Phase:
-        """Return the phase that contains the layer with the index ``unit``."""
+        """Return the phase (group of layers in memory together) that contains the layer with index ``unit``."""
         return next(phase for phase in self.phases if unit in phase.units)
 
     def last_phase(self, piece: PhasePiece) -> Phase:
-        """Return the phase whose backward pass is the last that adds to the gradients of the weights ``piece``."""
+        """Return the group of layers (phase) whose backward pass completes the gradients of ``piece``."""
         return next((phase for phase in self.phases if piece in phase.pieces), self.resident)
 
     def _rooms(self, phase: Phase) -> tuple[dict[MemoryPlace, tuple[int, int]], int]:
-        """Return the begin and end of each memory place of ``phase`` in a slot, by place, and the total bytes."""
+        """Return the byte range of each tensor of the layers ``phase`` in a memory block, and the total."""
         rooms, position = dict[MemoryPlace, tuple[int, int]](), 0
         whats: tuple[What, ...] = ("weights", "state", "sum")
         for what in whats:
@@ -190,23 +189,23 @@ class PhaseMemory:
         return rooms, position
 
     def begin_step(self) -> None:
-        """Begin to measure the time of each phase."""
+        """Begin a step: measure the time of each phase (group of layers) from now on."""
         self.phase_seconds, self._counted = [0.0] * len(self.phases), perf_counter()
 
     def end_step(self) -> None:
-        """Stop measuring the time of each phase."""
+        """End a step: stop measuring the time of each phase (group of layers)."""
         self._count()
         self._counted = None
 
     def _count(self) -> None:
-        """Add the seconds since the last addition, or the step's begin, to the current phase's measured time."""
+        """Add the seconds since the last call, or since the step began, to the time of the current layers."""
         if self._counted is not None and self._current is not None:
             now = perf_counter()
             self.phase_seconds[self.phases.index(self._current[0])] += now - self._counted
             self._counted = now
 
     def enter(self, phase: Phase, *, backward: bool, will_return: bool = False) -> None:
-        """Read ``phase`` into memory, wait for the weights of ``phase``, and begin to read the next phase.
+        """Read the layers of ``phase`` into memory, wait for them, and begin to read the layers that come next.
 
         ``will_return`` says whether a backward pass will follow this forward pass.
         """
@@ -225,7 +224,7 @@ class PhaseMemory:
         self._current = (phase, backward)
 
     def _read_ahead(self, phase: Phase, *, backward: bool, will_return: bool) -> None:
-        """Begin to read the next phase's tensors; before a backward pass, the tensors of its first two phases."""
+        """Begin to read the next group of layers; before a backward pass, the first two groups of that pass."""
         number = self.phases.index(phase)
         ahead = self.phases[:number][-1:] if backward else self.phases[number + 1 :][:1]
         if not ahead and will_return and not backward:
@@ -234,7 +233,7 @@ class PhaseMemory:
             self._request(self._slot_for(it), self._wanted(it, backward=backward))
 
     def _slot_for(self, phase: Phase) -> _Slot:
-        """Return the memory slot of ``phase``; if it had another phase, begin to write that phase's changes."""
+        """Return the memory for the layers ``phase``; if it had other layers, begin to write their changes."""
         slot = self._slots[self.phases.index(phase) % 2]
         if slot.phase is not phase:
             self._write(slot)
@@ -243,7 +242,9 @@ class PhaseMemory:
         return slot
 
     def _wanted(self, phase: Phase, *, backward: bool) -> Wanted:
-        """Return the stored tensors that a pass of ``phase`` needs: weights; backwards also states and sums."""
+        """Return the stored tensors that a pass over the layers ``phase`` needs: the weights, and for a backward
+        pass also optimizer states and gradient sums.
+        """
         places = [MemoryPlace("weights", piece.index) for piece in phase.pieces]
         wanted = {place: self.addresses[place][0] for place in places}
         for piece in phase.pieces if backward else ():
@@ -257,7 +258,7 @@ class PhaseMemory:
             slot.unwritten = {}
 
     def _request(self, slot: _Slot, wanted: Wanted) -> None:
-        """Begin to read the stored tensors ``wanted`` into ``slot``, except tensors that are there already."""
+        """Begin to read the stored tensors ``wanted`` into the memory ``slot``, unless they are there already."""
         lacking = {place: it for place, it in wanted.items() if slot.present.get(place, (None,))[0] is not it}
         if not lacking:
             return
@@ -267,7 +268,7 @@ class PhaseMemory:
         slot.present |= {place: (it, reading) for place, it in lacking.items()}
 
     def _bring(self, slot: _Slot, wanted: Wanted) -> None:
-        """Read the stored tensors ``wanted`` into ``slot`` if necessary, and wait until all are in memory."""
+        """Read the stored tensors ``wanted`` into the memory ``slot`` if necessary; wait until all are there."""
         self._request(slot, wanted)
         try:
             for place in wanted:
@@ -277,18 +278,18 @@ class PhaseMemory:
             raise
 
     def _home(self, place: MemoryPlace) -> _Slot:
-        """Return the current phase's slot; the last slot if ``place`` stays in memory or no phase is current."""
+        """Return the memory block of the current layers; the last block if ``place`` always stays in memory."""
         if self._current is None or self.layers.pieces[place.piece] in self.resident.pieces:
             return self._slots[-1]
         return self._slot_for(self._current[0])
 
     def load(self, place: MemoryPlace, address: StoredTensors) -> Tensor:
-        """Return the memory of ``place``, after the stored tensors ``address`` were read into this memory."""
+        """Read the stored tensors ``address`` into the memory of ``place`` if necessary; return the memory."""
         self._bring(self._home(place), {place: address})
         return self.room(place)
 
     def room(self, place: MemoryPlace) -> Tensor:
-        """Return the memory of ``place`` for the caller to overwrite, after the memory's reads and writes."""
+        """Return the memory of ``place``, for the caller to overwrite; first wait for its reads and writes."""
         slot = self._home(place)
         if any(changed == place for changed, _, _ in slot.unwritten):
             self._write(slot)
@@ -298,7 +299,7 @@ class PhaseMemory:
         return slot.room(place)
 
     def write_behind(self, place: MemoryPlace, address: StoredTensors, names: Iterable[str] | None = None) -> None:
-        """Record that the tensors ``names`` (None: all) of ``address`` in memory must be written to the store."""
+        """Record that the tensors of ``address`` with these ``names`` (None: all) must be written to the store."""
         home = self._home(place)
         home.present[place] = (address, None)
         home.unwritten |= {(place, address, name): None for name in (address.offsets if names is None else names)}
@@ -322,7 +323,7 @@ class PhaseMemory:
         self.mover.wait_for(writing)
 
     def forget(self, what: What, pieces: Iterable[PhasePiece]) -> None:
-        """Mark the tensors of kind ``what`` of ``pieces`` as outdated in memory: the store has newer values."""
+        """Discard the weights or state (``what``) of ``pieces`` from memory: the store has newer values."""
         for piece in pieces:
             for slot in self._slots:
                 slot.present.pop(MemoryPlace(what, piece.index), None)
@@ -331,7 +332,7 @@ class PhaseMemory:
             self._bring(self._slots[-1], self._wanted(self.resident, backward=False))
 
     def _bind(self, slot: _Slot) -> None:
-        """Set the data of the phase's parameters to views of the memory ``slot``, into which they were read."""
+        """Set the data of the layers' parameters to views of the memory ``slot``, into which they were read."""
         for piece in slot.phase.pieces:
             place = MemoryPlace("weights", piece.index)
             views = self.addresses[place][0].views(slot.room(place))
@@ -339,7 +340,7 @@ class PhaseMemory:
                 set_data(parameter, views[name])
 
     def _unbind(self) -> None:
-        """Replace the data of the current phase's parameters by placeholders without memory, which read as NaN."""
+        """Replace the data of the current layers' parameters by placeholders without memory, which read as NaN."""
         for piece in () if self._current is None else self._current[0].pieces:
             for parameter in piece.weights.values():
                 make_absent(parameter, self.device)
@@ -352,7 +353,7 @@ class PhaseMemory:
 
 
 def _joined(slot: _Slot, parts: Iterable[tuple[MemoryPlace, StoredTensors, str]]) -> list[Move]:
-    """Return moves (file, place, memory) for the tensors ``parts``; neighbours in file and memory are one move."""
+    """Return the reads or writes of the tensors ``parts``; neighbours in file and in memory become one."""
     moves: list[tuple[StoreFile, Region, int]] = []
     regions = [
         (address.file, address.regions[name], slot.rooms[place][0] + address.offsets[name])

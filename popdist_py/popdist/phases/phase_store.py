@@ -40,42 +40,42 @@ _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTensors:
-    """Named tensors in one file of a phased model's store; in memory these tensors lie one behind the other."""
+    """The named tensors in one file of a store, which keeps the weights of a model that is larger than memory."""
 
     file: StoreFile
     regions: dict[str, Region]
     forms: Mapping[str, TensorForm]
 
     def part(self, names: Iterable[str]) -> "StoredTensors":
-        """Return only the stored tensors with the names ``names``, in this order."""
+        """Return a StoredTensors with only the tensors that have the names ``names``, in this order."""
         return StoredTensors(file=self.file, regions={it: self.regions[it] for it in names}, forms=self.forms)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """The byte at which each tensor begins when all tensors lie in memory one behind the other."""
+        """The byte at which each tensor begins, by name, if all tensors lie in memory one behind the other."""
         ends = accumulate((it.length for it in self.regions.values()), initial=0)
         return dict(zip(self.regions, ends, strict=False))
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of memory that all tensors take together, each rounded up to whole blocks."""
+        """The bytes that all tensors take together, each tensor's size rounded up to whole blocks of 4 KiB."""
         return sum(it.length for it in self.regions.values())
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return all tensors by name, as views of the bytes ``memory``, into which the file was read."""
+        """Return all tensors, by name, as views of the byte tensor ``memory``, into which the file was read."""
         return {name: self.forms[name].view(memory[begin:]) for name, begin in self.offsets.items()}
 
     def mapped(self, name: str) -> Tensor:
-        """Return the tensor ``name`` mapped from the file; changes of the tensor do not reach the file."""
+        """Return the tensor named ``name``, mapped from the file. Writes to this tensor do not change the file."""
         return self.file.mapped(self.regions[name], self.forms[name])
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write the tensor ``value`` to the file as ``name``, and wait until the tensor is written."""
+        """Write ``value`` to the file, at the place of the tensor named ``name``, and wait until it is written."""
         self.file.write_tensor(self.regions[name], self.forms[name], local_part(value))
 
 
 class PhaseStore:
-    """The store of one phased model on one host, a folder or host memory; made by :meth:`open`.
+    """The store of a phased model (a model larger than memory): a folder, or memory of the host, for its weights.
 
     Attributes:
         tensors: The tensors of each file, by the name of the file.
@@ -107,8 +107,8 @@ class PhaseStore:
     def open(
         cls, place: str | os.PathLike[str], forms: Mapping[str, TensorForm], *, group: Group, device: torch.device
     ) -> Self:
-        """Return the store at ``place``, a folder or host memory. The first instance of each host makes the store,
-        and the other instances of the host open it.
+        """Open the store of a phased model, a folder or host memory that keeps the model's weights, and return the
+        store. On each host the first instance makes the store, and the other instances open it.
 
         Args:
             place: The folder, or ``"host"`` for the memory of the host.
@@ -133,11 +133,11 @@ class PhaseStore:
         return store
 
     def begin_step(self, step: int) -> None:
-        """Mark the store as torn, because from now on it mixes weights of ``step`` with older weights."""
+        """Mark the store as torn: until step number ``step`` ends, some weights are from before the step."""
         self.step, self.is_torn = step, True
 
     def end_step(self, write: Callable[[], object] | None = None) -> None:
-        """Call ``write``, if given; when every instance's call has succeeded, mark the store as not torn."""
+        """Call the function ``write``, if given. If the calls of all instances succeed, mark the step as ended."""
         with fail_together(self._group, "phased(), the end of a step", StoreError):
             if write is not None:
                 write()
@@ -161,11 +161,11 @@ class PhaseStore:
             )
 
     def wait_for_host(self) -> None:
-        """Wait until all instances have made this call, so that each instance sees the others' earlier writes."""
+        """Wait until all instances make this call. Then this instance can read all their earlier writes."""
         self._group.agree("phased(), reading what others wrote")
 
     def place_of(self, tensor: Tensor) -> tuple[StoreFile, int] | None:
-        """Return the file and the first byte from which ``tensor`` is mapped; None if it is not from the store."""
+        """Return the store's file from which ``tensor`` is mapped, with its first byte; None for other tensors."""
         for stored in self.tensors.values():
             if (start := stored.file.start_of(tensor)) is not None:
                 return stored.file, start
@@ -292,7 +292,7 @@ def _own_name() -> str:
 
 
 def _create(path: Path | None, num_bytes: int) -> int:
-    """Return the descriptor of a new file of ``num_bytes`` bytes, or of host memory if ``path`` is None."""
+    """Make the file ``path`` of ``num_bytes`` bytes, or host memory if ``path`` is None; return its descriptor."""
     if path is None:
         if num_bytes > psutil.virtual_memory().available:
             raise StoreError(
@@ -311,7 +311,7 @@ def _create(path: Path | None, num_bytes: int) -> int:
 
 
 def _open_created(path: Path | None, pid: int, descriptor: int) -> int:
-    """Return the descriptor of the file or host memory that another instance of this host has made."""
+    """Open the file ``path``, or the host memory, that another instance has made; return its file descriptor."""
     if path is not None:
         return _opened(path, os.O_RDWR)
     try:

@@ -109,7 +109,7 @@ class PhasedForward:
 
 @lru_cache(maxsize=1)
 def _cached_probe() -> Any:
-    """Return a module that detects ``parametrize.cached()``: only there two accesses give the same ``weight``."""
+    """Return a module to detect ``parametrize.cached()``: only there two reads of ``weight`` are one object."""
     module = nn.Linear(1, 1, bias=False, device="meta", dtype=torch.float32)  # which draws no random numbers
     return register_parametrization(module, "weight", nn.ReLU())
 
@@ -199,7 +199,7 @@ class _CallCasts:
 
     @contextmanager
     def in_place(self, *, is_first: bool) -> Iterator[None]:
-        """A context with the recorded autocast settings, after which autocast keeps no cast of the weights."""
+        """A context in which autocast has the recorded settings, and leaves no converted weights in its cache."""
         is_on = any(map(torch.is_autocast_enabled, self._modes))
         if not (self._is_on or is_on):
             yield
@@ -257,7 +257,7 @@ class _Call:
     def _entered(
         self, tensors: Sequence[Tensor], hook_of: Callable[[int], Callable[[Tensor], object]]
     ) -> Sequence[Tensor]:
-        """Return layer inputs in the memory of ``tensors``; the hook ``hook_of(index)`` gets their gradients."""
+        """Return layer inputs that share memory with ``tensors``; a hook ``hook_of(index)`` gets each gradient."""
         leaves = [it.detach() for it in tensors]
         for place in self._differentiable:  # ``.grad`` may be in another order of memory, which shows in sums
             leaves[place].requires_grad_().register_hook(hook_of(place))
@@ -334,7 +334,7 @@ class _Call:
             self.returned.append(inputs[place])
 
     def result_of(self, inputs: Sequence[Tensor], returned: Sequence[Tensor]) -> Any:
-        """Return the layer's result with the tensors ``returned``, which the autograd function has returned."""
+        """Return the layer's result, in which ``returned`` are the tensors that the autograd function returned."""
         results = [it if isinstance(it, Tensor) else it(inputs, returned) for it in self._results]
         nest, self._nest, self._results = self._nest, None, []
         return _put_back(nest, results)
@@ -366,7 +366,7 @@ class _Call:
         return [input_gradients.get(place) for place in range(len(tensors))]
 
     def _check_same(self, entered: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Check that the second computation writes the same inputs and has the same results as the first."""
+        """Raise WeightsError if the layer's second computation writes other inputs or returns other results."""
         written = {place for place, it in enumerate(entered) if num_writes(it)}
         is_same = written <= self.owned and max(self._own, default=-1) < len(results)
         self._owner.same.check(self._digest, results if is_same else None)
@@ -389,7 +389,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _seen_in(place: int, view: Tensor | None, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
-    """Return a layer's result that is its input ``place``, or a view of the input with the shape of ``view``."""
+    """Return the layer's input number ``place``, or a view of this input like ``view``, as the layer's result."""
     source = inputs[place]
     if view is None:
         return source
@@ -406,7 +406,7 @@ class _PhasedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return ``call``'s results; by ``_anchor`` autograd runs ``backward`` even if no input has a gradient."""
+        """Return the results of ``call``. Because of ``_anchor``, autograd runs ``backward`` in every case."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(call.copies.get(place, it) for place, it in enumerate(inputs)))

@@ -62,16 +62,14 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhasedLayers:
-    """The layers (units) of a phased model, and the model's weights in pieces; a piece has the weights that the
-    same layers use.
-    """
+    """The layers of a phased model, and the model's weights, grouped by the layers that use them (pieces)."""
 
     units: tuple[Unit, ...]
     pieces: tuple[PhasePiece, ...]  # in the order of the units
 
     @cached_property
     def weights(self) -> dict[str, Parameter]:
-        """All weights of the model by name, in the order of the pieces."""
+        """All weights of the model by name; weights that the same layers use stand beside each other."""
         return {name: it for piece in self.pieces for name, it in piece.weights.items()}
 
     @property
@@ -151,7 +149,7 @@ def _divided(model: nn.Module, modules: dict[str, nn.Module]) -> PhasedLayers:
 
 
 def check_same(layers: PhasedLayers, module: nn.Module, forms: Mapping[str, TensorForm]) -> None:
-    """Raise WeightsError if ``module`` has not the layers ``layers`` with the dtypes and shapes ``forms``."""
+    """Raise WeightsError unless ``module`` still has the same layers, and weights of the same dtype and shape."""
     names = {id(it): name for name, it in layers.weights.items()}
     now = {id(it): (name, part_itself(it)) for name, it in module.named_parameters()}
     changed = [name for key, name in names.items() if key not in now]
@@ -222,9 +220,8 @@ class CallCounts:
         self._is_passed_back = False
         self._unit: int | None = None  # the layer in its backward pass
         self._num_casts: Counter[tuple[int, object]] = Counter()  # calls by a piece and autocast's cache
-        self._casts: dict[
-            tuple[int, object], dict[Parameter, Tensor]
-        ] = {}  # sums of gradients in autocast's dtype
+        # sums of gradients in autocast's dtype
+        self._casts: dict[tuple[int, object], dict[Parameter, Tensor]] = {}
 
     def begin_micro_batch(self) -> None:
         """Begin a micro batch: set all counts of layers' calls to zero, and discard all gradient sums of casts."""
@@ -305,7 +302,7 @@ class CallCounts:
         return (None,)
 
     def _add_held(self, key: tuple[int, object]) -> None:
-        """Add the sums that remain for ``key``, a piece and an autocast cache, to the ``.grad`` of the weights."""
+        """Add gradient sums in autocast's dtype to ``.grad``; ``key`` names their weights and autocast's cache."""
         for parameter, total in self._casts.pop(key, {}).items():
             total = total.to(parameter.dtype)  # noqa: PLW2901 - the same gradient
             parameter.grad = total if parameter.grad is None else parameter.grad + total

@@ -52,7 +52,7 @@ def phased(  # noqa: PLR0913 - each argument is an option of the user
     initialize: Initialize | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> "PhasedModel":
-    """Return a model that trains ``module`` with only a few layers in memory; other weights lie in a store.
+    """Return a model that trains ``module`` with only a few layers in memory; a store keeps the other weights.
 
     A phase is a run of layers. Two phases are in memory: while one computes, the next phase is read, and changes
     of the phase before are written. Only the inputs of a layer are kept; the backward pass computes the layer
@@ -127,7 +127,7 @@ class PhasedModel(WrappingModel):
 
     @property
     def phase_seconds(self) -> tuple[float, ...]:
-        """The seconds that each phase computed and waited in the last step, forward and backward passes added."""
+        """The seconds that each phase (group of layers) computed and waited in the last step, in both passes."""
         return tuple(self.phased_steps.run.memory.phase_seconds)
 
     @property
@@ -149,7 +149,7 @@ class PhasedModel(WrappingModel):
         )
 
     def _apply(self, *_: object, **__: object) -> NoReturn:
-        """Raise WeightsError, as weights in a store cannot be moved; torch's ``to()`` and ``half()`` call this."""
+        """Raise WeightsError: stored weights cannot be moved. Torch's ``to()`` and ``half()`` call this method."""
         raise WeightsError(
             "a phased model stays where it is, in its dtype, as its weights lie in its store: call to(), half() "
             "and the like on the module, before phased(module)"
@@ -173,8 +173,8 @@ class PhasedModel(WrappingModel):
         return {key: self._in_store(value) for key, value in state.items()}
 
     def _in_store(self, value: Any) -> Any:
-        """Return the value of a state dict for ``value``. For a weight, the value is mapped from the store; for
-        another tensor, it is ``value`` detached from autograd.
+        """Return the entry of a state dict for ``value``, an entry of the module's own state dict: a weight mapped
+        from the store, another tensor detached from autograd, and anything else unchanged.
         """
         name = self.phased_steps.run.names.get(id(value))
         if name is not None:
@@ -182,7 +182,7 @@ class PhasedModel(WrappingModel):
         return value.detach() if isinstance(value, Tensor) else value
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - torch's method has this signature
-        """Load ``state_dict``, equal on all instances: the weights into the store, the buffers into the module.
+        """Load ``state_dict``, the same on all instances: weights into the store, buffers into the module.
 
         Afterwards the model can be used again if a step has failed: load the optimizer's state, too.
 
@@ -236,7 +236,7 @@ def _checked_size(memory: str | int | None, phases: int | None) -> tuple[int | N
 
 
 def _checked_layout(module: nn.Module) -> ReplicaLayout:
-    """Return the layout: which replicas each instance has. Raise WeightsError if ``module`` cannot have phases."""
+    """Return which replicas each instance has. Raise WeightsError if ``module`` cannot train layer by layer."""
     if not isinstance(module, nn.Module):
         raise WeightsError(f"phased() is for an nn.Module, and was given {type(module).__name__}")
     contract = context.environment().contract
@@ -257,7 +257,7 @@ def _stored(
     initialize: Initialize | None,
     weights: str | os.PathLike[str] | None,
 ) -> PhasedRun:
-    """Write the weights of ``module`` to a store, layer by layer; return the PhasedRun that trains from there."""
+    """Write the weights of ``module`` to a store, layer by layer; return the PhasedRun that trains with it."""
     if any(map(is_distributed, module.parameters())):
         give_parts_numbers()
     group = context.data_parallel_group()

@@ -92,12 +92,12 @@ class _StateForm:
 
 
 def _is_small(value: Tensor) -> bool:
-    """Whether ``value`` has exactly one element, not complex, so that a parameter's JSON record can contain it."""
+    """Whether ``value`` has one element and is not complex, so that JSON can store it as a number."""
     return value.numel() == 1 and not value.is_complex()
 
 
 def _kind_of(value: object) -> Any:
-    """Return the shape and dtype of a tensor of several elements; for another value whether it is a tensor."""
+    """Return the shape and dtype of a tensor with several elements; for other values, whether they are tensors."""
     if isinstance(value, Tensor) and not _is_small(value):
         return tuple(value.shape), value.dtype
     return isinstance(value, Tensor)
@@ -257,7 +257,7 @@ class PhasedOptimizer(Optimizer):
             parameter.grad = None
 
     def forms_of(self, parameter: Tensor) -> dict[str, TensorForm]:
-        """Return the layout of each tensor in the store for ``parameter``; {} if it is in no parameter group."""
+        """Return the layouts of the state tensors that the store has for ``parameter``; {} if no group has it."""
         place = self._places.get(parameter)
         return {} if place is None else place.form.stored
 
@@ -310,7 +310,7 @@ class PhasedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Write the state in ``state_dict`` to the store; it may come from an ``optimizer_class`` in memory.
+        """Load the optimizer state ``state_dict``, also one that ``optimizer_class`` saved: write it to the store.
 
         Raises:
             OptimizerError: If ``state_dict`` is no state, or belongs to another optimizer or other settings.
@@ -337,7 +337,7 @@ class PhasedOptimizer(Optimizer):
             raise
 
     def _load(self, parameter: Tensor, place: _Place, settings: Mapping[str, Any], saved: State) -> None:
-        """Write the saved state of ``parameter`` to the store, except tensors mapped from the same place there."""
+        """Write the ``saved`` state of ``parameter`` to the store, except tensors that are mapped from there."""
         form = place.form
         record = torch.zeros(form.stored[RECORD].shape, dtype=torch.uint8, device="cpu")
         written = {RECORD: record}
@@ -358,18 +358,14 @@ class PhasedOptimizer(Optimizer):
         self._run.memory.forget("state", [it for it in self._run.layers.pieces if place.name in it.weights])
 
     def mapped_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state tensors of ``parameter`` and the record of its small values, mapped from the store,
-        also before the first update.
-        """
+        """Return the state tensors of ``parameter``, and the record of its small values, mapped from the store."""
         self._run.memory.wait()
         place, state = self._places[parameter], self.store.tensors["state"]
         return {name: state.mapped(f"{place.name}/{name}") for name in place.form.stored}
 
     @property
     def store(self) -> Any:
-        """The store of the phased model: the file or memory that holds the model's weights and this optimizer's
-        state.
-        """
+        """The store: the file or memory that has the phased model's weights and this optimizer's state."""
         return self._run.store
 
     def __reduce__(self) -> Any:
@@ -394,7 +390,7 @@ class PhasedOptimizer(Optimizer):
         }
 
     def _refuse_state(self, place: _Place, state: State) -> NoReturn:
-        """Raise OptimizerError, which says that the store has no room for ``state``: names or tensors differ."""
+        """Raise OptimizerError: the names or tensors of ``state`` are not those for which the store has room."""
         raise OptimizerError(
             f"{self._optimizer_class.__name__} has {_in_words(state)} for {place.name}, and the store has room "
             f"for {_in_words(dict.fromkeys(place.form.names))}, as PhasedOptimizer was made with other settings: "

@@ -51,7 +51,7 @@ class PhasedRun:
             self.memory.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.weights)]
 
     def cut(self, num_phases: int) -> None:
-        """Divide the layers into ``num_phases`` phases of about equal bytes; fewer if there are fewer layers."""
+        """Divide the layers into ``num_phases`` groups of about equal bytes, at most one group per layer."""
         sizes = [
             float(sum(self.memory.size("weights", piece.index) for piece in unit.pieces))
             for unit in self.layers.units
@@ -69,7 +69,7 @@ class PhasedRun:
             yield
 
     def bring(self, unit: Unit, *, backward: bool = False) -> None:
-        """Read the weights of the layer ``unit`` into memory; they stay until another phase needs the memory."""
+        """Read the weights of the layer ``unit`` into memory; they stay until other layers need the memory."""
         self.store.check_open()
         returns = self.calls.micro_batch is not None
         self.memory.enter(self.memory.phase_of(unit.index), backward=backward, will_return=returns)
@@ -107,7 +107,7 @@ class PhasedRun:
         self.memory.place_anew()
 
     def reload(self) -> None:
-        """Have all weights read again after new weights were loaded; mark the store as not mixing two steps."""
+        """Have layers read all weights again, because new weights were loaded; mark the store as not in a step."""
         self.store.end_step()
         self.memory.forget("weights", self.layers.pieces)
 

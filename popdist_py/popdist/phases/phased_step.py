@@ -48,16 +48,16 @@ class PhasedSteps(ModelSteps):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a loop over micro batches has ended, but the optimizer's step has not."""
+        """Whether a loop over micro batches has ended, but the call of ``optimizer.step()`` after it has not."""
         return self.running is not None and self.step is None
 
     def check_same(self) -> None:
-        """Raise an error if layers or parameters changed since ``phased()``, or if the program wrote weights."""
+        """Raise WeightsError if the program has changed the model's layers, parameters or weights in memory."""
         check_same(self.run.layers, self.module, self.run.store.weights.forms)
         self.run.check_unwritten()
 
     def check_forward(self) -> None:
-        """Raise an error if the weights belong to two steps, or if other code than the optimizer wrote weights."""
+        """Raise an error if no forward pass is allowed: only some weights are updated, or some are overwritten."""
         if self.run.store.is_torn and self.running is not None:
             raise BatchError(
                 "a forward pass of a phased model after the backward pass of a step's last micro batch, which "
@@ -104,12 +104,12 @@ class PhasedSteps(ModelSteps):
         return step, contents, counts
 
     def abandon(self, *, index: int | None = None) -> None:
-        """End the running loop over micro batches, if any; no instance gets a gradient of it. Never raises."""
+        """End the running loop over micro batches, if any, without a gradient on any instance. Never raises."""
         self.running = self.running if self.step is None else None
         super().abandon(index=index)
 
     def finish_step(self) -> None:
-        """End the optimizer's step: with ``step_in_backward=False`` update the weights; wait for all instances."""
+        """End the optimizer's step: update the weights, unless backward passes did so; wait for all instances."""
         run = self.run
         run.store.check_open()
         if self.running is None or self.step is not None:
@@ -138,7 +138,7 @@ class PhasedLoop(NamedTuple):
 
 
 class PhasedGradients(GradientKeeper):
-    """The gradients of one step of a phased model; a complete gradient updates its weight or goes to the store."""
+    """The gradients of one step of a phased model. A complete gradient updates its weight, or is stored."""
 
     _loop: PhasedLoop
     trained: list[PhasePiece]
@@ -156,7 +156,7 @@ class PhasedGradients(GradientKeeper):
         self._over: float | None = None  # the divisor of the sums; None while no gradient is final
 
     def begin_loop(self, loop: PhasedLoop) -> None:
-        """Begin the loop over a step's micro batches; make room for gradient sums in memory and in the store."""
+        """Begin the loop over a step's micro batches: make room for gradient sums in memory and in the store."""
         run, group = self._run, self._run.sums.group
         self._loop = loop
         self.trained = [piece for piece in run.layers.pieces if piece.is_trained]
@@ -172,12 +172,12 @@ class PhasedGradients(GradientKeeper):
         run.budget.begin_step(len(loop.weights), updates_apart=not run.optimizer_now().step_in_backward)
 
     def _times(self, number: int) -> float:
-        """Return the factor of micro batch ``number``'s gradients in the sum: its weight / ``weight_scale()``."""
+        """Return the factor by which gradients of micro batch ``number`` are multiplied before they are added."""
         return self._loop.weights[number] / self._loop.agreement.weight_scale()
 
     def _make_room(self, gradients: Mapping[int, PieceGradient], num_planes: int) -> None:
-        """Make room for gradient sums of each piece (weights of the same layers): ``num_planes`` in the store
-        for each instance of the host, and one in memory.
+        """Make room for partial sums of gradients. Each group of weights gets one sum in memory and, for each
+        instance of the host, ``num_planes`` sums in the store (a file or memory).
         """
         run, store = self._run, self._run.store
         forms = {
@@ -208,7 +208,7 @@ class PhasedGradients(GradientKeeper):
         self._complete.clear()
 
     def add(self, index: int, weight: float, scale: float) -> None:  # noqa: ARG002 - the loop passes both to every kind of step
-        """End a micro batch; unless it is the last, add gradients not yet in the sums, as of unused layers."""
+        """End a micro batch. Unless it is the last, add its remaining gradients (unused layers) to the sums."""
         self._run.calls.end_micro_batch()
         if index != self._loop.last:
             for piece in self.trained:
@@ -217,7 +217,9 @@ class PhasedGradients(GradientKeeper):
         self._run.memory.begin_writing()
 
     def _use_complete(self, pieces: Iterable[PhasePiece]) -> None:
-        """Add the complete gradients of ``pieces`` to sums; in the last micro batch, update or store at once."""
+        """Add the complete gradients of the weights ``pieces`` to gradient sums. In the last micro batch, also
+        update the weights with each final sum, or write the sum to the store if ``step_in_backward`` is False.
+        """
         for piece in pieces:
             if piece.index in self._sums:
                 self._complete.add(piece.index)
@@ -227,7 +229,7 @@ class PhasedGradients(GradientKeeper):
                     self._make_final()
 
     def complete(self) -> None:
-        """End the loop: add the remaining gradients over all replicas, then update weights or store the sums."""
+        """End the loop: add the remaining gradients over all replicas; then update weights, or store the sums."""
         run, optimizer = self._run, self._run.optimizer_now()
         self._complete = set(self._sums)
         self._make_final()
@@ -245,7 +247,7 @@ class PhasedGradients(GradientKeeper):
             parameter.grad = None
 
     def _wanted_back(self, piece: PhasePiece) -> Wanted:
-        """Return the optimizer state and gradient sum in the store that the next pass over ``piece`` needs."""
+        """Return the stored optimizer state and gradient sum that a pass over the weights ``piece`` needs."""
         if piece.index not in self._sums:
             return {}
         optimizer, addresses = self._run.optimizer_now(), self._run.memory.addresses
@@ -258,16 +260,18 @@ class PhasedGradients(GradientKeeper):
         return {**wanted, **self._sums[piece.index].awaited(self._number)}
 
     def _enter(self, piece: PhasePiece) -> None:
-        """Read into memory the phase (run of layers) whose backward pass completes the gradients of ``piece``."""
+        """Read into memory the layers whose backward pass completes the gradients of the weights ``piece``."""
         self._run.memory.enter(self._run.memory.last_phase(piece), backward=True)
 
     def _push(self, piece: PhasePiece, number: int) -> None:
-        """Add the gradients of ``piece`` from micro batch ``number``, which is not the last, to partial sums."""
+        """Add the gradients of the weights ``piece`` in micro batch ``number`` (not the last) to partial sums."""
         self._enter(piece)
         self._sums[piece.index].push(number, number + 1)
 
     def _make_final(self) -> None:
-        """Add complete gradients over all replicas, in the agreed order; update weights or store the sums."""
+        """Add complete gradients over all replicas, in the order that all instances have agreed on. Update the
+        weights with each sum, or write the sum to the store for ``optimizer.step()``.
+        """
         left = self._left = self._agreed_order() if self._left is None else self._left
         while left and left[0].index in self._complete:
             over = self._over = self._begin_updates() if self._over is None else self._over
@@ -277,7 +281,7 @@ class PhasedGradients(GradientKeeper):
             left.popleft()
 
     def _agreed_order(self) -> deque[PhasePiece]:
-        """Return all trained pieces, in reverse order of the job's first forward pass, equal on all instances."""
+        """Return the trained weights, grouped by layers, in an order equal on all instances, last layer first."""
         run = self._run
         if run.agreed_order is None:
             self._loop.agreement.arrive(len(self.trained))
@@ -312,7 +316,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _sum_over_job(self, own: PieceSum, over: float) -> None:
-        """Set each ``.grad`` of the piece of ``own`` to the sum over all replicas, divided by ``over``."""
+        """Add this instance's gradient sum ``own`` over all replicas; set ``.grad`` to the total / ``over``."""
         sums, loop = self._run.sums, self._loop
         is_lone = len(loop.weights) == sums.layout.num_replicas == 1
         if is_lone and (loop.reduction == "mean" or loop.weights[0] == 1):
@@ -326,7 +330,7 @@ class PhasedGradients(GradientKeeper):
         own.gradient.layout.set_gradients(own.gradient.gradient(nodes[0]), used)
 
     def _use(self, piece: PhasePiece) -> None:
-        """Update the weights of ``piece``; with ``step_in_backward=False`` write their gradients to the store."""
+        """Use final gradients: update the weights ``piece``, or store the gradients for ``optimizer.step()``."""
         optimizer = self._run.optimizer_now()
         gradients = {
             it: it.grad for it in piece.weights.values() if it.grad is not None and optimizer.forms_of(it)
@@ -341,7 +345,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
-        """Update the weights of ``piece`` that this instance owns, and have a thread write them to the store."""
+        """Update those weights of ``piece`` that this instance has to update, and write them to the store."""
         run, optimizer, memory = self._run, self._run.optimizer_now(), self._run.memory
         owned = {it: name for name, it in piece.weights.items() if name in run.owned and optimizer.forms_of(it)}
         updated = {it: name for it, name in owned.items() if it in gradients}
@@ -362,7 +366,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _keep(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
-        """Copy the gradients of ``piece`` to a slot, memory whose content a thread later writes to the store."""
+        """Copy the gradients of the weights ``piece`` to memory, which a thread later writes to the store."""
         memory = self._run.memory
         parts = {self._run.names[id(it)]: local_part(gradient) for it, gradient in gradients.items()}
         place = MemoryPlace("sum", piece.index)
@@ -373,7 +377,9 @@ class PhasedGradients(GradientKeeper):
         memory.write_behind(place, kept)
 
     def _show_gradients(self) -> None:
-        """Set each ``.grad`` of the step to a tensor without memory, which reads the store or raises an error."""
+        """Set each ``.grad`` to a placeholder without memory. Its first use reads the gradient from the store or,
+        if the gradient has already updated its weight, raises an error.
+        """
         is_updated = self._run.optimizer_now().step_in_backward
         for parameter in self._used:
             name = self._run.names[id(parameter)]
@@ -391,8 +397,8 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def update_phases(self) -> None:
-        """Update all weights that have a ``.grad``, phase by phase. To a gradient in the store, first apply the
-        changes that the program has made to ``.grad``, such as clipping.
+        """Update all weights that have a ``.grad``, one group of layers after the other. To a gradient in the
+        store, first apply the changes that the program has made to ``.grad``, such as clipping.
         """
         run, optimizer, self._is_loop_over = self._run, self._run.optimizer_now(), True
         optimizer.begin_update()

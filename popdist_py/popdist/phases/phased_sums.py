@@ -108,7 +108,7 @@ class InstanceSums:
 
     @torch.no_grad()
     def add(self, own: Sequence[Tensor]) -> None:
-        """Overwrite ``own[0]``, of this instance's partial sums, with the job's sum; all instances call this."""
+        """Add all instances' partial sums, here ``own``, and write the total to ``own[0]``; all call this."""
         for chunks in zip(*(flat.split(_CHUNK) for flat in own), strict=True):
             total = self._sums.setdefault((len(chunks[0]), chunks[0].dtype), RepeatedSum())
             rows = {node: [chunk] for node, chunk in zip(self._nodes, chunks, strict=True)}
@@ -128,7 +128,7 @@ class PieceSum:
         planes: Sequence[StoredTensors],
         memory: PhaseMemory,
     ) -> None:
-        """Make an empty sum; ``planes`` in the store hold partial sums, ``times`` returns micro batch factors."""
+        """Make an empty sum. ``planes`` store partial sums; ``times`` returns the factor of a micro batch."""
         self.gradient = gradient
         self._merges = merges
         self._times = times
@@ -147,7 +147,7 @@ class PieceSum:
         return {self._place: self._planes[len(self._waiting) - 1]} if is_needed else {}
 
     def push(self, number: int, stop: int) -> Tensor | None:
-        """Add the ``.grad`` of micro batch ``number`` to the sum; other micro batches before ``stop`` add zeros.
+        """Add the gradients of micro batch ``number`` to the sum; others before ``stop`` count as zeros.
 
         Return the newest partial sum; None if that sum is zero.
         """
@@ -168,7 +168,7 @@ class PieceSum:
         return [self.gradient.make(zeros=True) if it is None else it for it in (*sums, value)]
 
     def _added(self, position: int, *, has_gradient: bool) -> Tensor | None:
-        """Return micro batch ``position``'s gradient, added to the partial sums it completes; None if zero."""
+        """Return the gradient of micro batch ``position`` plus partial sums that it completes; None if zero."""
         gradient, merges = self.gradient, self._merges[position]
         value: Tensor | None = None
         times = self._times(position) if has_gradient else 0.0

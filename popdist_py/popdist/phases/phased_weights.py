@@ -34,7 +34,7 @@ def unit_weights(
     initialize: Initialize | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Make the weights of each of ``units``, modules of ``model``, and yield them in dicts from name to tensor.
+    """Make the weights of ``units``, modules of ``model``, one module at a time, and yield dicts of them by name.
 
     Each dict has the tensors of a unit, or of a part of a unit, by the names of ``model.named_parameters()``;
     all dicts together have each parameter of the units once. The model keeps the tensors until the caller gives
@@ -73,7 +73,7 @@ class _Maker:
         self._made: set[str] = set()
 
     def made(self, units: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
-        """Make all tensors of the model; after each of ``units`` yield a dict of its parameters by name."""
+        """Make all tensors of the model; after each module in ``units``, yield a dict of its parameters."""
         numbers = {unit: number for number, unit in enumerate(units)}
         order = _in_order(self._model, None, numbers, set())
         for number, group in groupby(order, itemgetter(1)):
@@ -101,7 +101,7 @@ class _Maker:
         return [name for name in new if isinstance(self._now(name), nn.Parameter)]
 
     def _call(self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]], *, is_unit: bool) -> None:
-        """Set the values of ``blank``: call ``initialize``, if given, or ``reset_parameters()`` of modules."""
+        """Have modules set the tensors ``blank``, by ``initialize``, if given, or their ``reset_parameters()``."""
         for module in modules:
             has_blank = any(self._names.get((module, key)) in blank for key, _ in _tensors_of(module))
             if self._initialize is not None and (is_unit or has_blank):
@@ -113,7 +113,8 @@ class _Maker:
     def _others_replaced(
         self, modules: list[nn.Module], blank: Mapping[str, tuple[Tensor, int]]
     ) -> Iterator[None]:
-        """A context in which blank tensors replace tensors that are already made: a reset writes only the blanks.
+        """A context in which blank tensors replace the tensors that were made before, so that a module's
+        ``reset_parameters()`` writes only blank tensors.
 
         A module sets all of its tensors, and draws random numbers for each.
         """
@@ -146,7 +147,7 @@ class _Maker:
             )
 
     def _now(self, name: str) -> Tensor:
-        """Return the tensor that has the name ``name`` in the model now, as `_set` may have replaced it."""
+        """Return the model's present tensor with the name ``name``; `_set` may have replaced an earlier tensor."""
         module, key = self._holders[name][0]
         tensor: Tensor = getattr(module, key)
         return tensor
@@ -189,7 +190,7 @@ def _blank(tensor: Tensor) -> Tensor:
 
 
 def _is_written(tensor: Tensor, blank: Tensor, num_writes_before: int) -> bool:
-    """Whether ``tensor`` differs from ``blank`` or was written since; torch does not count writes by ``.data``."""
+    """Whether ``tensor`` has got values: it is not the tensor ``blank``, or ``blank`` was written in place."""
     if tensor is not blank or num_writes(tensor) != num_writes_before or not tensor.numel():
         return not tensor.is_meta
     return tensor.is_floating_point() and not bool(tensor.isnan().all())
@@ -201,7 +202,7 @@ def _like(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, str]:
-    """Return a dict from each parameter and buffer of ``model`` to its name; to the first if it has several."""
+    """Return a dict from each parameter and buffer of ``model`` to its name, or to the first of its names."""
     names: dict[Tensor, str] = {}
     for path, module in model.named_modules():
         for key, tensor in _tensors_of(module):
@@ -241,7 +242,7 @@ class _Files:
         return name in self._sources
 
     def read(self, name: str, like: Tensor) -> Tensor:
-        """Read the tensor ``name`` from a file. Raise WeightsError if ``like`` has another dtype or shape."""
+        """Read and return the tensor ``name``. Raise WeightsError if ``like`` has another dtype or shape."""
         key, path = self._sources[name]
         try:
             with self._library.safe_open(path, framework="pt") as file:

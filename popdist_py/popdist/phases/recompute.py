@@ -73,7 +73,7 @@ def recompute(
 
 
 def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None, asked_by: str) -> list[nn.Module]:
-    """Return the modules that ``layers`` names, each once; if None, the modules that ``model`` repeats most."""
+    """Return the modules in the list ``layers``, each once; if None, the modules that ``model`` repeats most."""
     if not isinstance(model, nn.Module):
         raise WeightsError(f"{asked_by}() is for an nn.Module, and was given {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
@@ -131,7 +131,7 @@ class _Recomputed:
             return checkpoint(self._compared(), *args, use_reentrant=False, **contexts, **kwargs)
 
     def _compared(self) -> Callable[..., Any]:
-        """Return a function like the layer's ``forward``; its second call must give the results of the first."""
+        """Return a function that runs the layer's ``forward``; it checks that a second run has equal results."""
         first: list[str] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ class _Recomputed:
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a layer's arguments, with None for each cache of transformers: a second pass would extend it."""
+    """Return a layer's arguments, with None for each key-value cache, which a second forward pass would extend."""
     cleared = tuple(None if hasattr(it, "get_seq_length") else it for it in args)
     return cleared, {key: None if hasattr(it, "get_seq_length") else it for key, it in kwargs.items()}
 
@@ -180,18 +180,18 @@ class SameOutputs:
     """
 
     def __init__(self, layer: nn.Module, name: str, reason: str) -> None:
-        """Make the check of ``layer``; ``reason`` says in an error why the layer is computed again."""
+        """Make a check of ``layer``; ``reason``, for error messages, says why the layer is computed again."""
         self._layer, self._name, self._reason = layer, name, reason
         self._first_steps: dict[object, int] = {}
 
     def is_checked(self) -> bool:
-        """Whether results are compared in this step, the first with the layer's mode and trained weights."""
+        """Whether results are compared in this step: yes in the first with this mode and trained weights."""
         state = (self._layer.training, tuple(it.requires_grad for it in self._layer.parameters()))
         step = training_loop.num_optimizer_steps
         return self._first_steps.setdefault(state, step) == step
 
     def check(self, first: str | None, again: Iterable[Tensor] | None) -> None:
-        """Check that ``first`` is the digest of the results ``again``. Raise WeightsError if the digest differs.
+        """Raise WeightsError if the layer's second results ``again`` have another digest than ``first``.
 
         ``again`` is None if the second call has other results; ``first`` is None if the call is not compared.
         """
@@ -224,7 +224,7 @@ class LayerState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A context of a forward pass, which saves random states and buffers before the pass changes them."""
+        """A context for a layer's forward pass, which saves the random states and buffers from before the pass."""
         self._random = _RandomStates(self._devices)
         before = [
             (owner, key, it := getattr(owner, key), it.detach().clone(), num_writes(it))
@@ -240,7 +240,7 @@ class LayerState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context with the saved random states and buffers in place; at its end the present values come back."""
+        """A context with the layer's saved random states and buffers; its end restores the present values."""
         random_now = _RandomStates(self._devices)
         self._random.put_in()
         now = [(owner, key, getattr(owner, key)) for owner, key, _ in self._starts]

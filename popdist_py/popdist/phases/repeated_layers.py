@@ -6,7 +6,7 @@ from torch import nn
 
 
 def repeated_layers(module: nn.Module) -> set[nn.Module]:
-    """Return the most repeated layers: the modules of all runs of the type that has the longest run in a list."""
+    """Return the modules of one type that lists of ``module`` repeat: the type that occurs most often in a row."""
     runs = runs_of_layers(module)
     kind = type(max(runs, key=len)[0]) if runs else None
     return {member for run in runs for member in run if type(member) is kind}

@@ -71,7 +71,7 @@ class Region:
 
 
 def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
-    """Return the range of bytes of each tensor in one file, in which the tensors lie in this order."""
+    """Return, by name, the range of bytes that each tensor in ``forms`` gets in a file, one behind the other."""
     regions: dict[str, Region] = {}
     start = 0
     for name, form in forms.items():
@@ -124,7 +124,7 @@ def allocate(descriptor: int, num_bytes: int, name: str) -> None:
 
 
 def digest_of_pieces(path: Path) -> str:
-    """Return the digest of a file, made from digests of its pieces, which several threads compute together."""
+    """Return a digest of the file ``path``: the digest of its parts' digests, which several threads compute."""
 
     def digest(start: int) -> bytes:
         with path.open("rb") as file:
@@ -173,7 +173,7 @@ class StoreThreads:
         self._is_closed = False
 
     def start(self, pieces: Sequence[Callable[[], None]]) -> Transfer:
-        """Queue the functions ``pieces`` for the threads, in order; return a transfer to wait for their end."""
+        """Start the functions ``pieces`` in the threads, in this order; return a Transfer to wait for them."""
         if os.getpid() != self._owner:
             raise StoreError("this process was forked from one that trains in phases: only that one has the store")
         if self._is_closed:
@@ -189,7 +189,7 @@ class StoreThreads:
         return memory
 
     def copy(self, into: Tensor, data: Tensor, ready: torch.Event) -> None:
-        """Copy ``data`` to ``into``, device to pinned memory or back, after event ``ready``; wait for the end."""
+        """Copy ``data`` to ``into``, to or from a device, after the event ``ready``; wait for the copy's end."""
         stream = self._own.stream
         with accelerator.in_stream(stream):
             stream.wait_event(ready)
@@ -218,23 +218,23 @@ class StoreFile:
 
     @property
     def name(self) -> str:
-        """The name of the store file in error messages: its path, or that it is host memory."""
+        """The name of the file in error messages: its path, or a text that says that it is host memory."""
         return "the store in host memory" if self.path is None else str(self.path)
 
     def read(self, start: int, into: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to read the file from byte ``start`` into ``into``; on a device, wait for the event ``ready``.
+        """Begin to read the file, from byte ``start``, into the tensor ``into``; return a Transfer to wait for.
 
-        ``into`` is a flat tensor of bytes. ``start``, the length and, on the CPU, the address are multiples of
-        ``BLOCK_BYTES``.
+        ``into`` is a flat tensor of bytes, which on a device is written after the event ``ready``. ``start``, the
+        length and, on the CPU, the address are multiples of ``BLOCK_BYTES``.
         """
         return self._begin(self._read_piece, start, into, ready)
 
     def write(self, start: int, data: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to write the bytes ``data`` at byte ``start`` of the file; :meth:`read` describes ``ready``."""
+        """Begin to write the tensor ``data`` at byte ``start`` of the file; return a Transfer to wait for."""
         return self._begin(self._write_piece, start, data, ready)
 
     def write_tensor(self, region: Region, form: TensorForm, tensor: Tensor) -> None:
-        """Write ``tensor`` to ``region`` of the file, in the dtype and strides of ``form``; wait for the end."""
+        """Write ``tensor`` to the bytes ``region`` of the file, in the dtype and strides of ``form``, and wait."""
         if not form.num_bytes:
             return
         values = tensor.detach().to("cpu", form.dtype)
@@ -289,7 +289,7 @@ class StoreFile:
         self.descriptor, self._direct = -1, None
 
     def _copy_pieces(self, target: "StoreFile | None") -> str:
-        """Read the whole file, write it to ``target`` if ``target`` is a file, and return its digest."""
+        """Copy the whole file to the file ``target``, or only read it if ``target`` is None; return its digest."""
         starts = range(0, self.num_bytes, PIECE_BYTES)
         digests = [b"" for _ in starts]
 
@@ -363,7 +363,7 @@ def _view(memory: Tensor) -> memoryview:
 
 
 def _open_direct(opened: int) -> int | None:
-    """Open the file of a descriptor again, bypassing the page cache; return None if the file system cannot."""
+    """Open the file of descriptor ``opened`` again, for direct I/O; return its descriptor, None if impossible."""
     try:
         descriptor = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:

@@ -11,7 +11,7 @@ from popdist.ground.accelerators import accelerator
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Have malloc and torch return free memory, which may be several layers' memory, to the operating system."""
+    """Make malloc and the cache of torch return memory that is not in use to the operating system."""
     with suppress(AttributeError):  # another library than glibc
         ctypes.CDLL(None).malloc_trim(0)
     if device.type != "cpu":
@@ -30,7 +30,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the largest memory use of this process, on ``device``, since :func:`reset_peak`, in bytes."""
+    """Return the largest memory use of this process on ``device`` since the last :func:`reset_peak`, in bytes."""
     if device.type != "cpu":
         return accelerator.ask_memory("max_memory_reserved", device)
     status = Path("/proc/self/status").read_text(encoding="ascii")
