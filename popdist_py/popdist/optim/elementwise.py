@@ -145,7 +145,7 @@ def _prove(
 
 
 def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
-    """Raise OptimizerError if a step on copies of some elements shows that the updates depend on each other."""
+    """Raise OptimizerError if a step on copies shows that an element's update depends on other elements."""
     if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
@@ -166,7 +166,7 @@ def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer
 def _step_on_copy(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: slice, factor: float
 ) -> Tensor:
-    """Step on a copy of the elements ``part``, with their gradient multiplied by ``factor``; return the copy."""
+    """Make a step on a copy of the elements ``part``, with the gradient times ``factor``; return the copy."""
     aside = Parameter(parameter.detach().view(-1)[part].clone())
     aside.grad = cast("Tensor", parameter.grad).view(-1)[part] * factor
     state = {name: _own_part(value, parameter, part) for name, value in optimizer.state.get(parameter, {}).items()}
@@ -225,7 +225,7 @@ def _train(make: Callable[[Parameter], Optimizer], values: Tensor, gradients: li
 
 
 def is_known(optimizer_class: type[Optimizer]) -> bool:
-    """Whether torch's ``optimizer_class`` updates each element independently with any settings and any state."""
+    """Whether ``optimizer_class`` is a class of torch that always updates each element independently."""
     return optimizer_class in _KNOWN
 
 
@@ -244,7 +244,7 @@ def signless_names(
 
 @functools.cache
 def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
-    """Whether torch's fused CPU kernel gives the same bits for a whole tensor and for a tensor cut into parts."""
+    """Whether torch's fused CPU kernel gives equal bits for a whole tensor and for a tensor cut into parts."""
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     values = torch.Generator().manual_seed(0)

@@ -172,7 +172,7 @@ class LowPrecision(PieceOptimizer):
             }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise OptimizerError unless a LowPrecision of these dtypes and this inner optimizer saved the state."""
+        """Raise OptimizerError unless the state was saved with the same dtypes and the same inner optimizer."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             then, now = ([it.get(name) for name in ("moments", "weights")] for it in (saved, group))
             if then[0] is None:
@@ -188,7 +188,7 @@ class LowPrecision(PieceOptimizer):
         self._know_names(state_dict)
 
     def _know_names(self, state_dict: Mapping[str, Any]) -> None:
-        """Record names of the saved state's tensors; raise OptimizerError if the optimizer has no such tensor."""
+        """Record the tensor names in a saved state. Raise OptimizerError if the optimizer has no such tensor."""
         states = state_dict["state"].values()
         names = {
             name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1
@@ -306,7 +306,7 @@ class _InnerStep:
 
 
 def _store(wide: Tensor, held: Tensor, name: str, place: Place, group: Mapping[str, Any]) -> None:
-    """Store ``wide``, a new weight or state tensor in float32, in ``held``, rounded to the dtype of ``held``."""
+    """Store the new weights or state ``wide`` in the tensor ``held``, rounded to the dtype of ``held``."""
     wide = wide.detach().reshape(-1).to(torch.float32)
     if held.dtype in HALVES and group["rounding"] == "stochastic":
         round_by_chance(wide, held, name, place, seed=group["seed"], step=group["num_steps"])
@@ -323,7 +323,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _may_be_fused(settings: Mapping[str, Any]) -> bool:
-    """Whether popdist may choose torch's fused kernel: the program's settings choose none, and allow this one."""
+    """Whether popdist may choose torch's fused kernel: the program chose no kernel, and no setting prevents it."""
     is_open = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
     return is_open and not settings.get("capturable") and not settings.get("differentiable")
 

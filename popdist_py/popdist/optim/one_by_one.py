@@ -67,7 +67,7 @@ class OneByOne:
         self._attributes: dict[str, Any] = {}
         self._after: dict[str, Any] | None = None
         self._prove(make([Parameter(sample) for sample in samples]))
-        self._begin_anew()
+        self._reset()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -83,11 +83,11 @@ class OneByOne:
         """Return the state that the optimizer makes in a first step on ``parameter``; reset the optimizer."""
         self.begin(self.settings)
         state = self.step(parameter, {}, 0)
-        self._begin_anew()
+        self._reset()
         return state
 
     def begin(self, settings: Mapping[str, Any], **attributes: object) -> None:
-        """Begin a step in which the parameter group has ``settings`` and the optimizer has ``attributes``."""
+        """Begin a step with these settings of the parameter group and these attributes of the optimizer."""
         for name in OF_SCALERS:
             vars(self._inner).pop(name, None)
         self._settings = dict(settings)
@@ -133,14 +133,14 @@ class OneByOne:
         self._inner.state = defaultdict(dict)
         self._inner.param_groups[0]["params"] = []
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         """Restore the settings and attributes that the optimizer had before its first step."""
         settings, attributes = self._first
         self._inner.param_groups[0] = {"params": [], **settings}
         vars(self._inner).update(attributes)
 
     def _prove(self, joint: Optimizer) -> None:
-        """Raise OptimizerError unless steps on one parameter at a time are bitwise equal to steps of ``joint``."""
+        """Raise OptimizerError unless steps on one parameter at a time are bitwise equal to steps on all."""
         reason = next((REASONS[it.__name__] for it in type(joint).__mro__ if it.__name__ in _MIXING), None)
         together: list[Parameter] = joint.param_groups[0]["params"]
         apart = [Parameter(parameter.detach().clone()) for parameter in together]
@@ -153,7 +153,7 @@ class OneByOne:
             raise OptimizerError(f"it {reason}; {_INSTEAD}")
 
     def _train(self, joint: Optimizer, together: Sequence[Parameter], apart: Sequence[Parameter]) -> None:
-        """Train ``together`` by steps of ``joint`` on all at once, and the equal copies ``apart`` one by one."""
+        """Train the parameters ``together`` by steps of ``joint`` on all; train the copies ``apart`` one by one."""
         numbers = torch.Generator().manual_seed(0)
         if "lr" in joint.param_groups[0]:
             joint.param_groups[0]["lr"] = _RATE
@@ -187,7 +187,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of the program's own optimizer, such as a step count; for torch's, an empty dict."""
+    """Return the attributes, such as a step count, of an optimizer that is not torch's; {} for torch's own."""
     if is_known(type(optimizer)) or isinstance(optimizer, PieceOptimizer):
         return {}
     return {name: _copy_of(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}

@@ -115,7 +115,7 @@ def refuse_distributed(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings of ``state_dict``; return the saved state of each parameter, with unconverted dtypes."""
+    """Load the settings in ``state_dict``, and return the saved state of each parameter, in its saved dtypes."""
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -150,7 +150,7 @@ def check_number(what: str, value: object, *, minimum: float = 0.0, below: float
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``tensor`` with the memory order of ``parameter``; a copy if the order of ``tensor`` is different."""
+    """Return ``tensor`` with its elements in the memory order of ``parameter``; a copy if the order differs."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
     stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
@@ -179,13 +179,13 @@ def square_sums(flats: Sequence[Tensor]) -> list[float]:
 
 
 def node_sums(elements: Tensor, piece: Piece) -> list[float]:
-    """Return a sum of squares for each node of the addition tree (order of adding) that lies within ``piece``."""
+    """Return the sums of squares of ``elements``: one for each node of the addition tree within ``piece``."""
     start = piece.elements.start
     return square_sums([elements[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
 
 
 def runs_of_nodes(piece: Piece) -> list[range]:
-    """Return the elements under each node of the addition tree (a node is a partial sum) within ``piece``."""
+    """Return, for each node (partial sum) of the addition tree within ``piece``, the range of its elements."""
     num_blocks = math.ceil(piece.num_elements / BLOCK)
     first, last = piece.elements.start // BLOCK, math.ceil(piece.elements.stop / BLOCK)
     spans = [span(node, num_blocks) for node in aligned_nodes(first, last, num_blocks)]

@@ -55,7 +55,7 @@ def number_of(name: str) -> int:
 
 
 def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed: int, step: int) -> None:
-    """Write ``wide`` to ``held``, rounded stochastically; seed, step, place and name determine the random bits."""
+    """Write the numbers ``wide`` to ``held``, rounded by random bits that all other arguments determine."""
     number, extension = number_of(name), find_extension()
     if wide.device.type != "cpu" or extension is None:
         _round_by_torch(wide, held, (step & _MASK, place.position, number), place.first, seed)
@@ -109,7 +109,7 @@ def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) 
 
 
 def _float16_bits(bits: Tensor, size: Tensor, words: Tensor) -> Tensor:
-    """Return the bits of float16 numbers: float32 numbers ``bits``, rounded up or down by the random ``words``."""
+    """Round float32 numbers (``bits``) up or down to float16 by random ``words``; return the float16 bits."""
     normal = (size + (words >> 19) >> 13) - _OTHER_EXPONENTS
     is_small = size < _LEAST_NORMAL_FLOAT16
     units = torch.where(is_small, size, 0).to(torch.int32).view(torch.float32) * 2.0**24

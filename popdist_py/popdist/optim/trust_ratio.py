@@ -77,11 +77,11 @@ class TrustRatioOptimizer(PieceOptimizer):
         raise NotImplementedError
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Update the prepared parameters; ``norms`` has two norms of each, or is None for no trust ratio."""
+        """Update the prepared parameters. ``norms`` has two norms of each; None means updates without scaling."""
         raise NotImplementedError
 
     def update(self) -> None:
-        """Update the parameters with a gradient, first those parameters whose norms need messages."""
+        """Update the parameters that have a gradient; first those whose norms need sums of other instances."""
         work = [(group, [it for it in group["params"] if it.grad is not None]) for group in self.param_groups]
         for _, parameters in work:
             for parameter in parameters:
@@ -113,7 +113,7 @@ class TrustRatioOptimizer(PieceOptimizer):
             self.finish_update(prepared, [_roots(*whole[parameter]) for parameter in prepared.parameters])
 
     def _is_cut(self, group: Settings, parameter: Tensor) -> bool:
-        """Whether the norms of ``parameter`` need an exchange with other instances."""
+        """Whether this instance has only a piece of ``parameter``, so that norms need sums of other instances."""
         piece = self._pieces.get(parameter)
         return piece is not None and not piece.is_whole and bool(group["trust_ratio"])
 

@@ -63,7 +63,7 @@ class ShardedParameter:
             self.shard.grad = self.shard_of(gradient.detach())
 
     def shard_of(self, values: Tensor) -> Tensor:
-        """Return this shard's part of ``values``, which has a number for each element of ``whole``."""
+        """Return the shard's elements of ``values``, which has a number for each element of the parameter."""
         flat = flat_in_order_of(values.view(self.whole.shape), self.whole)
         return flat[self.mine.start : self.mine.stop].view(self.shard.shape)
 
@@ -97,7 +97,7 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
 
 
 def describe(named: Sequence[Named]) -> str:
-    """Return the number of parameters and a digest of their names and shapes, to be compared by instances."""
+    """Return the number of parameters and a digest of their names and shapes, which instances compare."""
     text = "\n".join(
         f"{name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {parameter.device.type} "
         f"{parameter.requires_grad}"
@@ -114,7 +114,7 @@ def gather_state(
     keys: frozenset[str],
     text: str,
 ) -> Iterator[tuple[ShardedParameter, State]]:
-    """Yield the optimizer state of each parameter, gathered from all instances; all must iterate to the end."""
+    """Yield each parameter and its state, gathered from all instances. All instances must iterate to the end."""
     with fail_together(group, f"{text}, its form", OptimizerError):
         described_here = _describe_all(sharded, states, keys)
     everybody = gather_json(group, text, described_here)
@@ -167,7 +167,7 @@ def _describe_all(
 
 
 def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
-    """Return a parameter's optimizer state as JSON values; of elementwise tensors, only the dtype."""
+    """Return a parameter's optimizer state as JSON; for a tensor with a number per element, only the dtype."""
     return {
         key: ["elements", _name(value.dtype)]
         if _is_of_elements(key, value, keys, parameter.shard.shape)

@@ -54,7 +54,7 @@ def in_words(settings: Mapping[str, Any]) -> str:
 
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
-    """Exchange failures and digests of settings; raise an error on all instances if one failed or they differ."""
+    """Raise an error on all instances if any instance failed, or if their digests ``settings`` differ."""
     headers = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble
@@ -203,7 +203,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _begin(self, group: Group, text: str) -> None:
-        """Check the parameters; wait until no instance still computes with the weights, which the step changes."""
+        """Begin a step: check the parameters, and wait until no instance computes with the weights any more."""
         trouble: OptimizerError | None = None
         try:
             for parameter in self._sharded:
@@ -252,7 +252,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather_state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """Return the gathered state dict if ``keep``, else one with empty state; all instances must call this."""
+        """Gather and return the state dict; with ``keep=False``, its states are empty. All instances call this."""
         check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._completed_settings().state
@@ -305,7 +305,7 @@ class ShardedOptimizer(Optimizer):
         return self._completed_settings().state
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that restores this instance's state and settings to their values at this call."""
+        """Copy this instance's state and settings, and return a function that restores both."""
         inside = self._completed_settings()
         states = {piece: copy_state(state) for piece, state in inside.state.items()}
         settings = [settings_of(group) for group in self.param_groups]
@@ -381,7 +381,7 @@ class NormExchange:
         self._is_over = not self._cut
 
     def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
-        """Return the sums over whole parameters from the sums over pieces; all instances call this once a step."""
+        """Add the instances' sums over pieces, here ``own``; return sums over whole parameters. All call this."""
         if self._is_over:
             return {}
         received = self._gather([0.0, *self._numbers_of(own)])
@@ -406,7 +406,7 @@ class NormExchange:
         return totals
 
     def end_step(self) -> None:
-        """Take part in the exchange of norms that others wait for, if this instance failed before it began."""
+        """End a step: if this instance failed before the exchange of norms, take part now, as others wait."""
         if not self._is_over:
             self._gather([1.0])
 

@@ -41,7 +41,7 @@ class WeightCopies:
         self._exchanges = None
 
     def update(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
-        """Write all instances' updated elements to all copies; the caller then waits for this host's instances."""
+        """Exchange updated elements, so that each copy gets all of them. The caller then waits for its host."""
         if self._exchanges is None:
             inside = [parameter for parameter in sharded if id(parameter.whole) in self._shared]
             apart = [parameter for parameter in sharded if id(parameter.whole) not in self._shared]
