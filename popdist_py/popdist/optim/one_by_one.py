@@ -153,7 +153,7 @@ class OneByOne:
             raise OptimizerError(f"it {reason}; {_INSTEAD}")
 
     def _train(self, joint: Optimizer, together: Sequence[Parameter], apart: Sequence[Parameter]) -> None:
-        """Train the parameters ``together`` by steps of ``joint`` on all; train the copies ``apart`` one by one."""
+        """Train the parameters ``together`` with ``joint``, all in a step, and the copies ``apart`` one by one."""
         numbers = torch.Generator().manual_seed(0)
         if "lr" in joint.param_groups[0]:
             joint.param_groups[0]["lr"] = _RATE

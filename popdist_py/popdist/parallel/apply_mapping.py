@@ -142,7 +142,7 @@ def parallelize(
 
 
 def _mapping(given: Mapping | str | os.PathLike[str] | None, mesh: DeviceMesh) -> Mapping:
-    """Return the mapping: how instances divide a model. Raise ContractError if it does not fit this job."""
+    """Return the mapping, which says how instances divide a model; raise ContractError if it does not fit."""
     names = mesh.mesh_dim_names or ()
     if not set(DIMENSIONS) <= set(names):
         raise ContractError(f"mesh has the dimensions {names}: parallelize() needs {', '.join(DIMENSIONS)}")
@@ -184,7 +184,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping:
 
 
 def _roles_of_llama(model: nn.Module) -> Roles:
-    """Return which modules of a ``LlamaForCausalLM`` are layers, norms, head ...; refuse every other model."""
+    """Return the roles (layers, head ...) of a ``LlamaForCausalLM``; raise WeightsError for other models."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ != "LlamaForCausalLM" or config is None:
         raise WeightsError(
@@ -237,7 +237,7 @@ def _module(model: nn.Module, name: str, kind: type[nn.Module], place: str = "")
 
 
 def _count(layer: nn.Module, name: str, place: str) -> tuple[nn.Module, str, int]:
-    """Find the integer at the path ``name`` in a layer; return the owning module, the attribute and the value."""
+    """Find the integer ``name``, such as ``attention.heads``, in a layer; return its owner, key and value."""
     path, _, key = name.rpartition(".")
     owner = _module(layer, path, nn.Module, place)
     value = getattr(owner, key, None)
@@ -330,7 +330,7 @@ def _logits_of(_model: nn.Module, _args: object, output: Any) -> Tensor:
 def _divide(
     model: nn.Module, roles: Roles, layers: Sequence[nn.Module], mesh: DeviceMesh, mapping: Mapping
 ) -> None:
-    """Divide the layers over a tensor group; also divide the embedding and the head, if this stage has them."""
+    """Divide the layers, and the stage's embedding and head if any, over the instances of a tensor group."""
     tied = _tied_names(model)
     is_sequence_divided = mapping.sequence_parallel
     output = Shard(1) if is_sequence_divided else Replicate()

@@ -131,7 +131,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _without_memory(value: Any, device: str) -> Any:
-    """Return ``value`` with each tensor replaced by one without memory, of the same shape and strides."""
+    """Return ``value`` with each tensor replaced by a tensor without memory, of the same shape and strides."""
     if isinstance(value, Mapping):
         return {key: _without_memory(part, device) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -240,7 +240,7 @@ def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Lay
 
 
 def _share(amount: Split, meter: OperationMeter) -> Split:
-    """Return the cost ``amount`` per sample; all of it is undivided if tensor parallelism cannot divide layers."""
+    """Return the cost ``amount`` per sample; if tensor parallelism cannot divide layers, all is undivided."""
     share = Split(divided=amount.divided / meter.num_samples, whole=amount.whole / meter.num_samples)
     return share if meter.can_divide else Split(whole=share.divided + share.whole)
 

@@ -44,11 +44,11 @@ class Stretch:
     parts: list[int] = field(default_factory=lambda: [0])
 
     def add(self, what: str, amount: float, *, divided: bool) -> None:
-        """Add ``amount`` to the cost ``what``; ``divided`` says whether tensor parallelism divides the amount."""
+        """Add ``amount`` to the cost named ``what``; ``divided`` says whether tensor parallelism divides it."""
         self.amounts[what] += Split(divided=amount) if divided else Split(whole=amount)
 
     def raise_to(self, what: str, amount: float, *, divided: bool) -> None:
-        """Set the cost ``what`` to ``amount``, unless the cost is larger already."""
+        """Set the cost named ``what`` to ``amount``, unless this cost is larger already."""
         if amount > self.amounts[what].on_device(1):
             self.amounts.pop(what)
             self.add(what, amount, divided=divided)
@@ -109,7 +109,7 @@ class OperationMeter:
         self.storages |= {StorageWeakRef(it.untyped_storage()): Storage(given=True) for it in inputs}
 
     def enter(self, name: str, value: object) -> None:
-        """Begin to count for the repeated layer ``name``, whose arguments are ``value``."""
+        """Begin to count the operations of the repeated layer ``name``, whose arguments are ``value``."""
         if len(self.stretches) == 1:
             self.stretches[0].output = _first(value)
         self.stretches.append(Stretch(name))
@@ -117,7 +117,7 @@ class OperationMeter:
             self.stretches[-1].add("stored", self.bytes_of(tensor), divided=False)
 
     def exit(self, value: object) -> None:
-        """End the count of a layer, or of the whole pass, whose result is ``value``."""
+        """End the count of the operations of a layer, or of the whole forward pass, with the result ``value``."""
         tensor = self.stretches[-1].output = _first(value)
         if self.stretches[-1].name:
             self.can_divide &= tensor is not None and not self.known(tensor).divided
@@ -129,7 +129,7 @@ class OperationMeter:
         return self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), new)
 
     def bytes_of(self, tensor: Tensor | None, *, view: bool = True) -> float:
-        """Return the bytes of ``tensor`` if ``view``, else of its whole storage; floats count as 16 bits."""
+        """Return the bytes of ``tensor``, or of its whole storage if not ``view``; a float counts as 16 bits."""
         if tensor is None:
             return 0.0
         size = tensor.untyped_storage().nbytes()
@@ -172,7 +172,7 @@ class OperationMeter:
     def _count_attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[tuple[Tensor, Storage]]
     ) -> None:
-        """Count a fused attention; torch's counter would miss CPU kernels and count scores that a mask removes."""
+        """Count the cost of a fused attention; torch's own counter misses CPU kernels and ignores causal masks."""
         query, key, value = args[:3]
         place = 4 if "flash" in name else 6
         causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
@@ -188,7 +188,7 @@ class OperationMeter:
         stretch.add("stored", self.bytes_of(outputs[0][0]), divided=divided)
 
     def _count_product(self, operands: tuple[Tensor, ...], work: float, output: tuple[Tensor, Storage]) -> None:
-        """Count a matrix product, of a weight and an activation, or of two activations (scores of attention)."""
+        """Count a matrix product's cost: of a weight and an activation, or of two activations, as in attention."""
         tensor, made = output
         stretch = self.stretches[-1]
         stretch.num_kernels += 1
@@ -208,7 +208,7 @@ class OperationMeter:
         stretch.add("matmul_flops", work, divided=weight is not None and weight.divided)
 
     def _count_weight(self, weight: Weight, tensor: Tensor, made: Storage) -> None:
-        """Count a matrix product with ``weight``, which tensor parallelism divides by columns or by rows."""
+        """Count a matrix product with the parameter ``weight``, which tensor parallelism can divide."""
         stretch = self.stretches[-1]
         stretch.num_products += 1
         stretch.parts[-1] += weight.numel
