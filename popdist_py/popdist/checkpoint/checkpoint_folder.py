@@ -43,8 +43,8 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make and return a directory for the checkpoint of ``step``, and first remove all unfinished ones. Only one
-    job may call this at a time, because the directories of another job would be removed.
+    """Make and return a directory for the checkpoint of ``step``, and first remove all unfinished checkpoints.
+    Only one job may call this at a time, because the directories of another job would be removed.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)

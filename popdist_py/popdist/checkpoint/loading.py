@@ -162,7 +162,7 @@ def _check_sees(directory: Path) -> None:
 
 
 def _is_damaged(group: Group, call: str, damage: str, directory: Path) -> bool:
-    """Whether any instance has found damage in a checkpoint (here: ``damage``, or ""); if so, instance 0 warns."""
+    """Whether any instance has found damage in a checkpoint; ``damage`` is this one's text. Instance 0 warns."""
     damages = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
     found = next(filter(None, damages), None)
     if found and is_writer(group):
@@ -189,7 +189,7 @@ def _parts(
     found: Manifest,
     where: Path,
 ) -> dict[str, Json]:
-    """Return this instance's part of each saved state; raise CheckpointError if one does not fit its object."""
+    """Return this instance's part of each saved state; raise CheckpointError if a state does not fit an object."""
     contract, owned = context.environment().contract, owned_of(named)
     everybody = [owned]  # this instance must be first
     if contract.parallelism.is_shared:
@@ -270,7 +270,7 @@ def _read(
 
 
 def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[TensorPiece, Tensor]]) -> None:
-    """Overwrite each tensor in ``reads`` with its piece of the tensor that the checkpoint has under this name."""
+    """Read from the checkpoint, into each tensor in ``reads``, its piece of the saved tensor of the same name."""
     for name in reads.keys() & found.stored.keys():
         for it in found.stored[name]:
             if it.file not in found.files:
@@ -283,7 +283,7 @@ def _read_files(directory: Path, found: Manifest, reads: Mapping[str, tuple[Tens
 
 
 def _load_everywhere(group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load ``states`` into ``things`` on all instances, modules last; if this fails, restore all other objects."""
+    """Load ``states`` into the objects ``things``, modules last; if an instance fails, restore all but modules."""
     undo = None
     try:
         with together(group, f"{call}, loading"):

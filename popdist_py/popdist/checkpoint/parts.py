@@ -87,13 +87,13 @@ def join_optimizers(name: str, states: Mapping[int, Json]) -> Json:
 
 
 def cut_module(saved: Json, keys: Mapping[str, str]) -> Json:
-    """Return this instance's entries of a whole module's state; ``keys`` has the own and the saved key of each."""
+    """Return this instance's part of a module's saved state; ``keys`` maps the part's keys to the saved keys."""
     entries = dict(entries_of(saved) or ())
     return with_entries(saved, [[key, entries[name]] for key, name in keys.items()])
 
 
 def cut_optimizer(saved: Json, own: Names | None) -> Json:
-    """Return an optimizer's saved state for the parameters ``own``, with their numbers in place of names.
+    """Return the part of an optimizer's saved state for the parameters ``own``, with numbers in place of names.
 
     If ``own`` is None, or if the state was saved without names, the part has all parameters, in the saved order.
     """
@@ -113,7 +113,7 @@ def cut_optimizer(saved: Json, own: Names | None) -> Json:
 
 
 def cut_randomness(saved: Json, index: int) -> Json:
-    """Return the random state of the instance ``index`` of each replica, out of all saved states ``saved``."""
+    """Return, from all random states ``saved``, the state of instance number ``index`` of each replica."""
     entries = entries_of(saved) or ()
     return with_entries(
         saved, [[replica_of(key), state] for key, state in entries if key == place(replica_of(key), index)]

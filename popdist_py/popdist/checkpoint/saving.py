@@ -119,7 +119,7 @@ def _join(
 def _describe_parts(
     group: Group, named: Mapping[str, object], states: Mapping[str, Json], tensors: Mapping[str, Tensor]
 ) -> Json:
-    """Return the states that instance 0 lacks, and the pieces of tensors that this instance can write."""
+    """Return this instance's states that instance 0 lacks, and the tensor pieces that this instance can write."""
     contract = context.environment().contract
     shared = {name for name, thing in named.items() if isinstance(thing, nn.Module | Optimizer)}
     adds = contract.data_parallel_index == 0 and not is_writer(group)

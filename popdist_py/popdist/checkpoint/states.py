@@ -57,7 +57,7 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """Gather and return the state dicts of sharded optimizers; parameters' states only if ``keep`` is True."""
+    """Gather and return the state dicts of sharded optimizers; without the parameters' states if not ``keep``."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
@@ -65,7 +65,7 @@ def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict
 def states_of(
     named: Mapping[str, object], gathered: Mapping[str, Any], *, must_have_names: bool
 ) -> dict[str, Any]:
-    """Return the state dicts of the objects in ``named``; optimizers' states have parameter names, if known."""
+    """Return the state dicts of the objects in ``named``; optimizers' states have parameters' names, if known."""
     names = parameter_names(named)
     states: dict[str, Any] = {}
     for name, thing in stateful_of(named).items():
@@ -101,7 +101,7 @@ Owned: TypeAlias = dict[str, Any]
 
 
 def owned_of(named: Mapping[str, object]) -> Owned:
-    """Return by name a module's keys of state on this instance, or the names of an optimizer's parameters."""
+    """Return what this instance has of each object: a module's state keys, or an optimizer's parameter names."""
     names = parameter_names(named)
     owned: Owned = {}
     for name, thing in stateful_of(named).items():
@@ -133,7 +133,7 @@ def check_fits(
 
 
 def cut(thing: Stateful, saved: Json, names: Mapping[int, str], index: int) -> Json:
-    """Return the part of ``thing``'s state ``saved`` for this instance, the number ``index`` of its replica."""
+    """Return this instance's part of the saved state of ``thing``; it is instance ``index`` of its replica."""
     if isinstance(thing, nn.Module):
         return cut_module(saved, keys_of(thing))
     if isinstance(thing, Optimizer):
@@ -170,7 +170,7 @@ def wanted_of(thing: Stateful, part: Json, forms: Mapping[str, TensorForm]) -> d
 
 
 def _likes_of(optimizer: Any, parameter: Tensor, state: Json) -> list[tuple[Json, Any, Any]]:
-    """Return tuples: an encoded value of the state, ``parameter``, and the value's tensor in a store, or None."""
+    """Return for each value of a parameter's state: the encoded value, ``parameter``, a stored tensor or None."""
     if store_of(optimizer) is None:
         return [(state, parameter, None)]
     stored = optimizer.mapped_state(parameter)

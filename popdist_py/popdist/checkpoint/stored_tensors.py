@@ -115,7 +115,7 @@ class StoreCopies:
 
 
 def join_copies(written: Iterable[Json]) -> tuple[dict[str, str], dict[str, list[StoredPiece]]]:
-    """Return the digests of files and the pieces of tensors, joined from all instances' ``StoreCopies.write``."""
+    """Join what ``StoreCopies.write`` returned on all instances: the digests of files, the pieces of tensors."""
     digests: dict[str, str] = {}
     stored: dict[str, list[StoredPiece]] = {}
     for digests_of_one, places in written:

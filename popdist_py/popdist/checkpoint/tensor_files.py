@@ -174,7 +174,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member_of(enumeration: object, name: str) -> Enum:
-    """Return an enumeration's member ``name``; replaces ``getattr`` in pickles of Python 3.11.0 to 3.11.3."""
+    """Return the member ``name`` of an enumeration; it replaces ``getattr`` in pickles of Python 3.11.0-3.11.3."""
     if isinstance(enumeration, EnumType) and name in enumeration.__members__:
         member: Enum = enumeration.__members__[name]
         return member

@@ -13,7 +13,7 @@ WRITER: Final = 0
 
 
 def whole_job(call: str) -> Group:
-    """Return the job's group of all instances; raise CollectiveError if ``execute_on_instances`` limits it."""
+    """Return the group of all the job's instances; raise CollectiveError inside ``execute_on_instances``."""
     group = context.current_group()
     num_instances = context.environment().contract.num_instances
     if len(group.instances) < num_instances:

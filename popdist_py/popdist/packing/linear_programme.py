@@ -58,7 +58,7 @@ _BLOCK: Final = 2**22
 def optimal(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack sequences into rows by a linear programme, rounded down; pack the other sequences by best fit.
+    """Pack sequences into rows by a linear programme, whose solution is rounded down; pack the rest by best fit.
 
     Args:
         histogram: Element i counts the sequences of length i + 1; may be all zeros.
@@ -90,7 +90,7 @@ def optimal(
 def nnlshp(
     histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
 ) -> PackingStrategy:
-    """Pack sequences into rows by least squares over packs of at most 3 sequences; the others by best fit.
+    """Pack sequences into full rows of at most 3 sequences by least squares; pack the other sequences by best fit.
 
     The counts of packs that fill a row are fitted to the histogram; the sequences that the rounded fit leaves are
     packed by best fit. ``optimal`` is better and faster; ``nnlshp`` exists for comparison with published results.
@@ -129,7 +129,7 @@ def _scipy(algorithm: str) -> None:
 
 
 def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
-    """Return how often each pack of ``packs`` is used by a least-squares fit to ``counts``, rounded down."""
+    """Return how often to use each of ``packs`` (lengths that share a row): a least-squares fit, rounded down."""
     from scipy.optimize import nnls
 
     rows = {length: row for row, length in enumerate(lengths_of(counts))}
@@ -194,7 +194,7 @@ class _Programme:
         return True
 
     def solve(self) -> tuple[dict[Pack, float], int]:
-        """Return how often each pack is used, as a float, and a proved lower bound of the number of rows."""
+        """Solve the linear programme: return how often each pack is used, and a proved lower bound of rows."""
         best_prices, best_bound = np.zeros(self._top), 0.0
         for _ in range(_MAX_ROUNDS):
             value, solution, prices = self._solve_once()
@@ -248,7 +248,7 @@ class _Programme:
         return totals, lambda length: (length, *fill(self._max_length - length))
 
     def _add_worthy(self, values: Prices, pack_of: Fill, prices: Floats) -> int:
-        """Add each pack of lengths whose ``prices`` have a sum above 1; return the number of packs added."""
+        """Add each pack whose sequences have ``prices`` with a sum above 1; return the number of packs added."""
         num_added = 0
         for length in (np.flatnonzero(values > 1 - _SMOOTHING) + 1).tolist():
             pack = pack_of(length)
@@ -265,7 +265,7 @@ class _Programme:
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """Return the highest price of a pack for each number of tokens in it, and a function that makes the pack."""
+    """Return the highest price of a pack for each number of free tokens, and a function that makes this pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -289,7 +289,9 @@ def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
 
 
 def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, Fill]:
-    """Return the highest price of up to ``most`` sequences per number of tokens, and a function for their pack."""
+    """Return, for each number of free tokens in a row, the highest total price of at most ``most`` sequences that
+    fit, and a function that makes the pack of these sequences.
+    """
     values = np.zeros(max_room + 1, prices.dtype)
     layers: list[Ints] = []
     for _ in range(most):
@@ -308,7 +310,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """Return the highest prices after at most one more sequence per pack, and this sequence's length or 0."""
+    """Return the highest prices if each pack may get one more sequence, and the length of this sequence or 0."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -333,7 +335,7 @@ def _rounded_down(solution: dict[Pack, float]) -> dict[Pack, int]:
 
 
 def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Fill the places of ``packs`` with sequences that exist, pack the others by best fit; return all packs."""
+    """Fill the packs ``packs`` with existing sequences, pack the other sequences by best fit; return all packs."""
     taken, rest = _take_places(packs, counts)
     for pack, count in greedy_packs(rest, max_length, limit).items():
         taken[pack] = taken.get(pack, 0) + count
@@ -341,7 +343,7 @@ def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit:
 
 
 def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, int], Histogram]:
-    """Give each place in ``packs`` the longest sequence that fits; return the packs and the other sequences."""
+    """Give each place in the packs the longest sequence that fits; return these packs and the other sequences."""
     rest, surplus, current = counts.copy(), -counts, packs
     for pack, count in packs.items():
         for length in pack:

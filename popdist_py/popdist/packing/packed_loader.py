@@ -41,7 +41,7 @@ class PackedRows:
     """The rows of a dataset with packing; the number of a row and the epoch determine the row's samples."""
 
     def __init__(self, lengths: Numbers, strategy: PackingStrategy, *, seed: int, shuffle: bool) -> None:
-        """Put samples of ``lengths`` into rows by ``strategy``, which must be made for exactly these lengths."""
+        """Put samples with the lengths ``lengths`` into rows by ``strategy``, made for exactly these lengths."""
         counts = np.bincount(lengths, minlength=strategy.max_length + 1)[1:].astype(np.int64)
         _check_same(strategy, counts)
         ordered: Numbers = np.argsort(lengths, kind="stable")  # all samples, shortest first
@@ -68,7 +68,7 @@ class PackedRows:
         return int(self._sizes[self._pack_of(rows)].sum())
 
     def samples(self, rows: Sequence[int] | range, epoch: int) -> list[list[int]]:
-        """Return the sample indices of each row whose number is in ``rows``; the longest sample is first."""
+        """Return, for each row number in ``rows``, the indices of the row's samples, longest sample first."""
         numbers = np.array(rows, np.int64)
         packs = self._pack_of(numbers)
         copies = numbers - self._first_row_of_pack[packs]
@@ -354,7 +354,7 @@ class _PackedFetcher(MapFetcher):
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
     def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:
-        """Return the ``length`` tokens of ``sample`` from ``start`` on; the sample itself if it was not split."""
+        """Return ``length`` tokens of ``sample`` from token ``start`` on, or ``sample`` itself if these are all."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
             raise DatasetError(

@@ -171,7 +171,7 @@ def _count_or_load(
 
 
 def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
-    """Count the lengths of this instance's samples, exchange them, and return the lengths of all samples."""
+    """Measure this instance's samples in tokens, exchange the lengths, and return the lengths of all samples."""
     contract = context.environment().contract
     if not context.is_initialized() or contract.layout.num_instances == 1:
         return _count(counted, num_workers)
@@ -183,7 +183,7 @@ def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
 
 
 def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:
-    """Count the lengths of all samples and write them to ``path``; an interrupted write leaves no file."""
+    """Measure all samples in tokens, and write the lengths to ``path``; an interrupted write leaves no file."""
     lengths = _count(_Counted(dataset, length_of), num_workers)
     unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # hosts may write into one folder at the same time
     try:

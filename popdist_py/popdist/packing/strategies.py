@@ -204,7 +204,7 @@ class _OpenPacks:
             self.by_room[room].append((pack, count))
 
     def close(self) -> dict[Pack, int]:
-        """Close all packs, and return how often each pack is used."""
+        """Close all packs (rows that are being filled); return how often each combination of lengths is used."""
         for packs in self.by_room:
             for pack, count in packs:
                 self.closed[pack] = self.closed.get(pack, 0) + count
@@ -303,7 +303,7 @@ def make_strategy(
     *,
     bound: int = 0,
 ) -> PackingStrategy:
-    """Return ``packs`` as a PackingStrategy; its lower bound is the larger of ``bound`` and a simple bound."""
+    """Make a PackingStrategy of ``packs``; its lower bound of rows is ``bound`` or a simple bound, if larger."""
     merged: dict[Pack, int] = {}
     for pack, count in packs.items():
         key = tuple(sorted(pack, reverse=True))
@@ -318,7 +318,7 @@ def make_strategy(
 
 
 def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
-    """Return a lower bound of rows: the largest of bounds by tokens, sequences, and sequences over half a row."""
+    """Return a lower bound of the number of rows, from the numbers of tokens, sequences and long sequences."""
     num_tokens = int(np.dot(counts, np.arange(1, max_length + 1)))
     num_sequences = int(counts.sum())
     num_long = int(counts[max_length // 2 :].sum())

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(num_devices: int) -> dict[str, object]:
-    """Return the measured speed of this CPU for each of ``num_devices`` processes. Raise BackendError on failure."""
+    """Measure this CPU's speed for each of ``num_devices`` processes; return it, or raise BackendError."""
     # a fork need not import torch again, and is safe because this process has not started torch's threads
     context = multiprocessing.get_context("fork")
     number = max(2, num_devices)  # the link needs two processes
