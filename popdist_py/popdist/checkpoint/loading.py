@@ -162,7 +162,9 @@ def _check_sees(directory: Path) -> None:
 
 
 def _is_damaged(group: Group, call: str, damage: str, directory: Path) -> bool:
-    """Whether any instance has found damage in a checkpoint; ``damage`` is this one's text. Instance 0 warns."""
+    """Whether any instance reports damage of a checkpoint, by a text ``damage`` that is not empty; instance 0
+    warns.
+    """
     damages = gather_bytes(group, f"{call}, whether it is damaged", damage.encode(errors="backslashreplace"))
     found = next(filter(None, damages), None)
     if found and is_writer(group):

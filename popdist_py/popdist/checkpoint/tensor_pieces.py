@@ -149,5 +149,5 @@ class Wanted:
         return TensorPiece.whole(self.form.shape) if self.like is None else piece_of(self.like)
 
     def placed(self, piece: Tensor) -> Tensor:
-        """Return the loaded ``piece`` as a DTensor with the placement of ``like``; as it is if ``like`` is None."""
+        """Return the loaded ``piece`` as a DTensor with the placement of ``like``; itself if ``like`` is None."""
         return piece if self.like is None else placed_as(self.like, piece)

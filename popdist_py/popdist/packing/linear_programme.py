@@ -142,7 +142,7 @@ def _fitted(packs: list[Pack], counts: Histogram) -> dict[Pack, int]:
 
 
 def _full_packs(lengths: Iterable[int], max_length: int, limit: int) -> list[Pack]:
-    """Return all packs of 1 to ``limit`` (at most 3) sequences of ``lengths`` that fill a row completely."""
+    """Return all combinations (packs) of 1 to ``limit``, at most 3, of ``lengths`` that fill a row completely."""
     ordered = list(lengths)
     known = set(ordered)
     packs: list[Pack] = [(max_length,)] if max_length in known else []
@@ -184,7 +184,7 @@ class _Programme:
                 self._add(pack)
 
     def _add(self, pack: Pack) -> bool:
-        """Add ``pack`` as a column of the linear programme; return False if this pack was there already."""
+        """Add ``pack`` as a column of the linear programme; return True, or False if it was a column already."""
         pack = tuple(sorted(pack, reverse=True))
         if pack in self._columns:
             return False
@@ -194,7 +194,7 @@ class _Programme:
         return True
 
     def solve(self) -> tuple[dict[Pack, float], int]:
-        """Solve the linear programme: return how often each pack is used, and a proved lower bound of rows."""
+        """Solve the linear programme; return how often to use each pack, and a lower bound of the rows' number."""
         best_prices, best_bound = np.zeros(self._top), 0.0
         for _ in range(_MAX_ROUNDS):
             value, solution, prices = self._solve_once()
@@ -237,7 +237,8 @@ class _Programme:
         return float(result.fun), solution, np.maximum(-result.ineqlin.marginals, 0.0)
 
     def _price(self, prices: Prices) -> tuple[Prices, Fill]:
-        """Return for each length the highest sum of ``prices`` of a pack that has a sequence of this length.
+        """Return, for each length, the highest sum of ``prices`` of a pack (row) that has a sequence of this
+        length.
 
         Return also a function that makes the pack for a length.
         """
@@ -265,7 +266,9 @@ class _Programme:
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """Return the highest price of a pack for each number of free tokens, and a function that makes this pack."""
+    """Return, for each number of free tokens in a row, the highest total price of a pack of sequences that fits,
+    and a function that makes this pack.
+    """
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -343,7 +346,7 @@ def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit:
 
 
 def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, int], Histogram]:
-    """Give each place in the packs the longest sequence that fits; return these packs and the other sequences."""
+    """Fill each place in ``packs`` with the longest sequence that fits; return packs and the other sequences."""
     rest, surplus, current = counts.copy(), -counts, packs
     for pack, count in packs.items():
         for length in pack:

@@ -354,7 +354,7 @@ class _PackedFetcher(MapFetcher):
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
     def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:
-        """Return ``length`` tokens of ``sample`` from token ``start`` on, or ``sample`` itself if these are all."""
+        """Return ``length`` tokens of ``sample`` from token ``start`` on; if these are all, the sample itself."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
             raise DatasetError(

@@ -50,7 +50,7 @@ class Pieces:
 
 
 def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -> Pieces:
-    """Drop, cut or split samples longer than a row, as ``too_long`` says. Raise DatasetError if none is left."""
+    """Drop, cut or split samples longer than a row, as ``too_long`` says. Raise DatasetError if none remains."""
     if not len(lengths):
         raise DatasetError("the dataset has no samples to pack: look at where it is made")
     if lengths.min() < 1:

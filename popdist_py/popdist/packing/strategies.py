@@ -233,7 +233,7 @@ def greedy_packs(
 
 
 def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, pieces: tuple[int, int, int]) -> int:
-    """Put as many sequences as possible into ``count`` equal packs; return how many sequences remain.
+    """Put as many sequences as possible into ``count`` equal rows (packs); return how many sequences remain.
 
     ``pieces`` are the length of the sequences, their number, and the largest number that a pack gets at once.
     """
@@ -282,7 +282,7 @@ def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
 
 
 def check_limit(max_sequences_per_pack: int | None) -> int | None:
-    """Return the largest number of sequences per pack, or None for no limit. Raise DatasetError if below 1."""
+    """Return the largest number of sequences per row; None for no limit. Raise DatasetError if it is below 1."""
     if max_sequences_per_pack is None:
         return None
     return whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)

@@ -240,7 +240,7 @@ def _layer(stretch: Stretch, meter: OperationMeter, *, is_repeated: bool) -> Lay
 
 
 def _share(amount: Split, meter: OperationMeter) -> Split:
-    """Return the cost ``amount`` per sample; if tensor parallelism cannot divide layers, all is undivided."""
+    """Return the cost ``amount`` per sample, all of it as undivided if tensor parallelism cannot divide layers."""
     share = Split(divided=amount.divided / meter.num_samples, whole=amount.whole / meter.num_samples)
     return share if meter.can_divide else Split(whole=share.divided + share.whole)
 

@@ -85,7 +85,7 @@ class PhaseBudget:
 
     @contextmanager
     def passes(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """A context that, in the first steps, measures time and memory of a pass of the layer ``unit``."""
+        """A context that measures time and memory of a pass of the layer ``unit``, in the first steps only."""
         self._make_room(unit)
         if not self._is_measuring:
             yield
@@ -171,7 +171,7 @@ class PhaseBudget:
             )
 
     def _computed(self) -> float:
-        """Wait for the device; return the clock's time in seconds, less the time spent waiting for the store."""
+        """Wait for the device; return the clock's time in seconds, less the time of all waits for files."""
         if self._memory.device.type != "cpu":
             torch.accelerator.synchronize(self._memory.device)
         return perf_counter() - self._memory.mover.waited_seconds

@@ -54,7 +54,7 @@ class Phase:
 
 @dataclass(kw_only=True, eq=False)
 class _Slot:
-    """Memory for one phase at a time, with records of tensors that were read, were changed or are being moved."""
+    """Memory for one phase (group of layers) at a time, with records of what was read, changed or is moving."""
 
     memory: Tensor
     phase: Phase
@@ -101,7 +101,7 @@ class Mover:
         return self._thread.submit(move)
 
     def wait_for(self, moving: "Future[None] | None") -> None:
-        """Wait until the reads or writes ``moving``, if any, have ended. Raise the error of a failed one."""
+        """Wait until the reads or writes ``moving``, if any, have ended. Raise the error of one that failed."""
         start = perf_counter()
         try:
             if moving is not None:
@@ -252,7 +252,7 @@ class PhaseMemory:
         return wanted
 
     def _write(self, slot: _Slot) -> None:
-        """Begin to write the changed tensors of the memory ``slot`` to the store."""
+        """Begin to write the changed tensors in the memory ``slot`` to the store (files or host memory)."""
         if slot.unwritten:
             slot.writing = self.mover.start("write", _joined(slot, slot.unwritten))
             slot.unwritten = {}
@@ -299,7 +299,7 @@ class PhaseMemory:
         return slot.room(place)
 
     def write_behind(self, place: MemoryPlace, address: StoredTensors, names: Iterable[str] | None = None) -> None:
-        """Record that the tensors of ``address`` with these ``names`` (None: all) must be written to the store."""
+        """Record that the tensors ``names`` (None: all) of ``address`` are changed and must be written later."""
         home = self._home(place)
         home.present[place] = (address, None)
         home.unwritten |= {(place, address, name): None for name in (address.offsets if names is None else names)}
@@ -308,12 +308,12 @@ class PhaseMemory:
                 slot.present.pop(place, None)
 
     def begin_writing(self) -> None:
-        """Begin to write all changed tensors in memory to the store."""
+        """Begin to write all changed tensors in memory to the store (files or host memory)."""
         for slot in self._slots:
             self._write(slot)
 
     def wait(self) -> None:
-        """Wait until all changed tensors are written to the store."""
+        """Wait until all changed tensors in memory are written to the store (files or host memory)."""
         self.begin_writing()
         for slot in self._slots:
             self._wait_for_writing(slot)

@@ -144,7 +144,7 @@ class PhaseStore:
         self.is_torn = False
 
     def check_open(self) -> None:
-        """Raise StoreError if the store was closed."""
+        """Raise StoreError if the store, which keeps the model's weights, was closed."""
         if not self._close.alive:
             raise StoreError(
                 "this phased model was closed, by close() or since the last name of it is gone, so its weights "

@@ -212,7 +212,7 @@ def written_error(name: str) -> WeightsError:
 
 
 class CallCounts:
-    """A counter, for each piece of weights, of a micro batch's forward passes without a backward pass yet."""
+    """A counter, for each group of weights, of a micro batch's forward passes without a backward pass yet."""
 
     def __init__(self) -> None:
         self.micro_batch: object = None  # identifies the micro batch that runs; None between micro batches
@@ -224,7 +224,7 @@ class CallCounts:
         self._casts: dict[tuple[int, object], dict[Parameter, Tensor]] = {}
 
     def begin_micro_batch(self) -> None:
-        """Begin a micro batch: set all counts of layers' calls to zero, and discard all gradient sums of casts."""
+        """Begin a micro batch: set all counts of layers' calls to 0, discard gradient sums in autocast's dtype."""
         self.micro_batch, self._is_passed_back, self._unit = object(), False, None
         for it in (self._counts, self._num_casts, self._casts):
             it.clear()
@@ -290,8 +290,8 @@ class CallCounts:
     def add_cast(
         self, piece: PhasePiece, parameter: Parameter, cache: object, gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Add the gradient of one call to the sum for a cast of a weight that several calls share. Return the sum
-        in the last of these calls, otherwise None.
+        """Add one layer call's gradient of a weight's autocast copy to a sum over all calls that share this copy.
+        Return the sum in the last of these calls, otherwise None.
         """
         key = (piece.index, cache)
         held = self._casts.setdefault(key, {})

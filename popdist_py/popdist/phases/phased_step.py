@@ -316,7 +316,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _sum_over_job(self, own: PieceSum, over: float) -> None:
-        """Add this instance's gradient sum ``own`` over all replicas; set ``.grad`` to the total / ``over``."""
+        """Add the instances' gradient sums, here ``own``; set each ``.grad`` to the total divided by ``over``."""
         sums, loop = self._run.sums, self._loop
         is_lone = len(loop.weights) == sums.layout.num_replicas == 1
         if is_lone and (loop.reduction == "mean" or loop.weights[0] == 1):
@@ -345,7 +345,7 @@ class PhasedGradients(GradientKeeper):
 
     @torch.no_grad()
     def _update(self, piece: PhasePiece, gradients: Mapping[Parameter, Tensor]) -> None:
-        """Update those weights of ``piece`` that this instance has to update, and write them to the store."""
+        """Update the part of the weights ``piece`` that this instance has to update; write it to the store."""
         run, optimizer, memory = self._run, self._run.optimizer_now(), self._run.memory
         owned = {it: name for name, it in piece.weights.items() if name in run.owned and optimizer.forms_of(it)}
         updated = {it: name for it, name in owned.items() if it in gradients}

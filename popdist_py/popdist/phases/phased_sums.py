@@ -108,7 +108,7 @@ class InstanceSums:
 
     @torch.no_grad()
     def add(self, own: Sequence[Tensor]) -> None:
-        """Add all instances' partial sums, here ``own``, and write the total to ``own[0]``; all call this."""
+        """Add all instances' partial sums, here ``own``; write the total to ``own[0]``. All instances call it."""
         for chunks in zip(*(flat.split(_CHUNK) for flat in own), strict=True):
             total = self._sums.setdefault((len(chunks[0]), chunks[0].dtype), RepeatedSum())
             rows = {node: [chunk] for node, chunk in zip(self._nodes, chunks, strict=True)}
@@ -128,7 +128,7 @@ class PieceSum:
         planes: Sequence[StoredTensors],
         memory: PhaseMemory,
     ) -> None:
-        """Make an empty sum. ``planes`` store partial sums; ``times`` returns the factor of a micro batch."""
+        """Make an empty sum. Stored tensors ``planes`` have partial sums; ``times`` returns a batch's factor."""
         self.gradient = gradient
         self._merges = merges
         self._times = times

@@ -185,7 +185,7 @@ class SameOutputs:
         self._first_steps: dict[object, int] = {}
 
     def is_checked(self) -> bool:
-        """Whether results are compared in this step: yes in the first with this mode and trained weights."""
+        """Whether this is the first step with this mode and these trained weights, which compares the results."""
         state = (self._layer.training, tuple(it.requires_grad for it in self._layer.parameters()))
         step = training_loop.num_optimizer_steps
         return self._first_steps.setdefault(state, step) == step

@@ -54,7 +54,7 @@ def in_words(settings: Mapping[str, Any]) -> str:
 
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
-    """Raise an error on all instances if any instance failed, or if their digests ``settings`` differ."""
+    """Raise an error on all instances if an instance has failed, or if the digests of their settings differ."""
     headers = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble
@@ -381,7 +381,7 @@ class NormExchange:
         self._is_over = not self._cut
 
     def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
-        """Add the instances' sums over pieces, here ``own``; return sums over whole parameters. All call this."""
+        """Run the exchange: add all instances' sums over pieces, and return the sums over whole parameters."""
         if self._is_over:
             return {}
         received = self._gather([0.0, *self._numbers_of(own)])

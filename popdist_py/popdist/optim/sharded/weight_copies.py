@@ -41,7 +41,7 @@ class WeightCopies:
         self._exchanges = None
 
     def update(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
-        """Exchange updated elements, so that each copy gets all of them. The caller then waits for its host."""
+        """Exchange the updated elements between instances, so that each copy of the weights gets all of them."""
         if self._exchanges is None:
             inside = [parameter for parameter in sharded if id(parameter.whole) in self._shared]
             apart = [parameter for parameter in sharded if id(parameter.whole) not in self._shared]
