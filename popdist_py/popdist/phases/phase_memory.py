@@ -278,7 +278,9 @@ class PhaseMemory:
             raise
 
     def _home(self, place: MemoryPlace) -> _Slot:
-        """Return the memory block of the current layers; the last block if ``place`` always stays in memory."""
+        """Return the memory block (slot) that has ``place``: the block of the layers that compute now, or the last
+        block if no layers compute or ``place`` always stays in memory.
+        """
         if self._current is None or self.layers.pieces[place.piece] in self.resident.pieces:
             return self._slots[-1]
         return self._slot_for(self._current[0])

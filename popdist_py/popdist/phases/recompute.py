@@ -191,7 +191,7 @@ class SameOutputs:
         return self._first_steps.setdefault(state, step) == step
 
     def check(self, first: str | None, again: Iterable[Tensor] | None) -> None:
-        """Raise WeightsError if the layer's second results ``again`` have another digest than ``first``.
+        """Raise WeightsError if the layer's second results ``again`` have another digest than its first results.
 
         ``again`` is None if the second call has other results; ``first`` is None if the call is not compared.
         """
