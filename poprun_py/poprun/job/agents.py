@@ -81,7 +81,7 @@ class AgentLinks:
                 stream.close()
 
     def send_order(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
-        """Send ``order`` and the descriptors ``streams`` to the parent of ``instance``, if the parent still runs."""
+        """Send ``order`` and the descriptors ``streams`` to the parent of ``instance``, if it is connected."""
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
@@ -217,7 +217,7 @@ class AgentLinks:
         return index in range(self._num_instances)
 
     def _pass_hello_on(self, instance: int) -> Iterator[Event]:
-        """Yield the first message (hello) of an instance's parent as soon as the instance's streams are connected."""
+        """Yield the first message (hello) of an instance's parent once the instance's streams are connected."""
         if instance in self._hellos and not self._missing_streams(instance):
             yield instance, self._hellos.pop(instance)
 
