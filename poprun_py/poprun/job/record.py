@@ -217,7 +217,7 @@ class _Silence:
         self._heard_at_seconds = [0.0] * num_instances  # by ``_awake_seconds``
 
     def pass_time(self, now_seconds: float) -> bool:
-        """Add the time since the last call to all agents' silence. Return True if poprun itself stood still for 5 s."""
+        """Add the time since the last call to each agent's silence. Return True if poprun was stopped for 5 s."""
         step_seconds = now_seconds - self._looked_at_seconds
         self._awake_seconds += min(step_seconds, _LONGEST_STEP_SECONDS)
         self._looked_at_seconds = now_seconds

@@ -59,7 +59,7 @@ def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Liste
 
 
 def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
-    """Return {GPU's number: (kind, UUID) of each of its MIG slices}, from ``tree``, which nvidia-smi -L printed."""
+    """Return {GPU's number: (kind, UUID) of each MIG slice} from ``tree``, the output of ``nvidia-smi -L``."""
     slices: dict[str, list[tuple[str, str]]] = {}
     index = ""
     for line in tree.splitlines():

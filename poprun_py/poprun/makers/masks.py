@@ -46,7 +46,7 @@ def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping
 def _left_by(
     variable: str, text: str, devices: Sequence[Listed], maker: Maker
 ) -> tuple[tuple[Listed, ...], list[str]]:
-    """Return which GPUs ``text``, the value of a variable such as CUDA_VISIBLE_DEVICES, selects; and its errors."""
+    """Return the GPUs that ``text``, a value of a variable such as CUDA_VISIBLE_DEVICES, selects, and errors."""
     left = list[Listed]()
     for word in map(str.strip, text.split(",")):
         matches = _called(word, devices, maker)

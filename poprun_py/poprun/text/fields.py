@@ -45,7 +45,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def printable(least: int, most: int) -> Rule:
-    """Return a function that raises ValueError unless a text has ``least`` to ``most`` printable characters."""
+    """Return a function that returns a text of ``least`` to ``most`` printable letters, or raises ValueError."""
 
     def check(text: str) -> str:
         if not (least <= len(text) <= most and text.isprintable()):
@@ -142,7 +142,9 @@ class _Reader:
     is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
-        """Return an object of the dataclass ``kind`` from the dict ``values``, which also has the keys ``extra``."""
+        """Return an object of the dataclass ``kind``, made from the dict ``values``, whose keys are the fields
+        and ``extra``. Raise PlanError for other keys.
+        """
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         if self.is_part:
             fields = tuple(field for field in fields if field.name in mapping or not _has_default(field))
@@ -157,7 +159,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {path.removesuffix('.') or 'the file'}: {error}") from None
 
     def mapping(self, values: object, path: str) -> Mapping[str, object]:
-        """Return ``values``, which is at ``path`` in a file, if it is a dict. Raise PlanError if it is none."""
+        """Return ``values``, which is at ``path`` in a file. Raise PlanError if ``values`` is no dict."""
         if not isinstance(values, dict):
             raise self._wrong(path.removesuffix(".") or "the file", "a mapping of names to values", values)
         return values
@@ -179,7 +181,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {_listed(unknown, path)} no key of {self.noun}; {known}")
 
     def read(self, kind: Any, value: object, path: str) -> Any:
-        """Return ``value``, at ``path`` in a file, converted to the type ``kind``. Raise PlanError if it is wrong."""
+        """Return ``value``, at ``path`` in a file, as the type ``kind``. Raise PlanError if the type is wrong."""
         origin, inner = get_origin(kind), get_args(kind)
         if origin in _UNIONS:
             (kind,) = set(inner) - {NoneType}
@@ -241,7 +243,7 @@ class _Reader:
             raise self._wrong(path, _WORDS[kind], value) from None
 
     def _follow(self, rule: Rule, value: object, path: str) -> Any:
-        """Return ``rule(value)``; if this raises an error, raise PlanError with the value's ``path`` in the file."""
+        """Return ``rule(value)``; if the rule raises an error, raise PlanError with the place ``path``."""
         try:
             return rule(value)
         except (ValueError, PlanError) as error:
