@@ -69,7 +69,7 @@ def example_start(plan: LaunchPlan) -> StartFacts:
 
 
 def workers_of(plan: LaunchPlan) -> range:
-    """Return which instances TF_CONFIG lists as TensorFlow's workers: all if there are 2 to 512, otherwise none."""
+    """Return which instances TF_CONFIG lists as TensorFlow workers: all if there are 2 to 512, otherwise none."""
     return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 

@@ -99,8 +99,8 @@ def cpu_slots() -> Iterator[VirtualIpu]:
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """Return a cluster of ``num_ipus`` parts of a CPU; for None, of ``num_shown`` parts, to which jobs may add more
-    parts.
+    """Return a cluster of ``num_ipus`` parts of a CPU; for None, of ``num_shown`` parts, to which jobs may add
+    more parts.
     """
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)

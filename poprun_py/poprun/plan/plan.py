@@ -53,7 +53,7 @@ class Places(Parallelism):
         return tuple(self.hosts[number] for number in sorted(numbers))
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return a text with the host and the part of a replica that all ``instances`` share; "" if there is none."""
+        """Return a text with the host and part of a replica that all ``instances`` share; "" if they share none."""
         instances = tuple(instances)
         hosts = self.hosts_of(instances)
         host = f"host {hosts[0]}" if len(hosts) == 1 else ""
@@ -294,8 +294,8 @@ class LaunchPlan:
         return {name: value for name, value in self._asked_variables(index) if value is not None}
 
     def _asked_variables(self, index: int | None) -> Iterator[tuple[str, str | None]]:
-        """Yield (name, value) of each variable that the user set for all instances, then for instance ``index``. The
-        value None means that the instance gets the value of poprun's own variable.
+        """Yield (name, value) of each variable that the user set for all instances, then for instance ``index``.
+        The value None means that the instance gets the value of poprun's own variable.
         """
         yield from self.variables
         for instance, variables in self.instance_variables:

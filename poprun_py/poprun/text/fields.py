@@ -142,8 +142,8 @@ class _Reader:
     is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
-        """Return an object of the dataclass ``kind``, made from the dict ``values``, whose keys are the fields
-        and ``extra``. Raise PlanError for other keys.
+        """Return an object of the dataclass ``kind``, made from the dict ``values``, which contains the fields
+        of the object and also the keys ``extra``.
         """
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         if self.is_part:

@@ -99,7 +99,7 @@ def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, ob
 
 
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return what explains an SVG group: no elements, and attributes that give it the focus and label ``words``."""
+    """Return what explains an SVG group: no elements, and attributes for its focus and label ``words``."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 
