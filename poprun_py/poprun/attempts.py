@@ -50,7 +50,7 @@ def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedS
 def _run_attempt(
     launched: LaunchedAttempt, signals: ReceivedSignals, on_look: Callable[[Attempt], object] | None
 ) -> JobEnd:
-    """Run one attempt (start) of a job; return how it ended. If no program ran, delete the job's key on hosts."""
+    """Run one attempt (start) of a job; return how it ended. If no program ran, delete the job's secret key."""
     with launched.ended_on_failure():
         attempt = Attempt(launched, signals, on_look)
     has_started = False

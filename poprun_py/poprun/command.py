@@ -241,7 +241,7 @@ def _seen_by_pool(
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
-    """Return the user's program, by its absolute path, and its arguments; a dry run may lack the program."""
+    """Return the user's command line with the program's absolute path; a dry run only warns if it is missing."""
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:

@@ -85,7 +85,7 @@ class ServerLostError(ServerError):
 
 
 class LeaseEndedError(ServerError):
-    """Error if the server has ended the job's right to use virtual IPUs, as the job was silent or released it."""
+    """Error if a server has ended the job's lease of virtual IPUs: the job sent no message, or had released it."""
 
 
 class PartitionError(PoprunError):

@@ -34,7 +34,7 @@ class JobOutcome:
     metrics: "MetricsServer | None" = None  # None if nobody asked for metrics
 
     def begin(self, plan: LaunchPlan) -> None:
-        """Store the job's ``plan``, check that a report can be written, serve metrics if the plan has a port."""
+        """Begin with the job of ``plan``: check that its report can be written, and start serving its metrics."""
         self.plan, self.files = plan, ()
         if plan.ending.report_files:
             self._begin_report(plan)

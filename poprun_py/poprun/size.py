@@ -269,7 +269,7 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
 
 
 def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) -> str:
-    """Return an error text: no mapping fits the devices, and these are the nearest changes after which one fits."""
+    """Return an error text: no mapping fits the devices, and these are the nearest changes that make one fit."""
     machine = workload.machine
     return (
         f"none of {answer.num_mappings} mappings of {workload.model.name} fits {machine.num_devices} x "

@@ -219,7 +219,7 @@ def _pool() -> AnyPool:
 
 
 def _cluster_here() -> Cluster:
-    """Return this machine's virtual IPUs: those of the pod in POPRUN_POD, else its GPUs, else parts of its CPU."""
+    """Return this machine's virtual IPUs: IPUs of the pod in POPRUN_POD, else its GPUs, else parts of its CPU."""
     pod = os.environ.get(_POD_VARIABLE)
     num_ipus = os.environ.get(_IPUS_VARIABLE)
     if num_ipus is not None and not num_ipus.isdecimal():

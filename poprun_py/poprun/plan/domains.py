@@ -112,7 +112,7 @@ def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> Non
 
 
 def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> PlanError:
-    """Return the error that instances do not divide evenly over ``domains``; it names the nearest that do."""
+    """Return the error that instances do not divide evenly over ``domains``; its text has possible numbers."""
     fitting = [count for count in _legal_instances(plan) if fits(count)]
     nearest = sorted(sorted(fitting, key=lambda count: abs(count - plan.num_instances))[:2])
     cure = f"nearest: {' or '.join(map(str, nearest))} instances" if nearest else "give other replicas"

@@ -134,7 +134,9 @@ def size_of_partition(num_ipus: int) -> int:
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """Choose ``num_ipus`` consecutive IPUs that begin at a multiple of a partition's size, or else the first."""
+    """Choose ``num_ipus`` consecutive IPUs, of which the first has an index that is a multiple of the partition's
+    size; if there are no such IPUs, choose the first of ``ipus``.
+    """
     size = size_of_partition(num_ipus)
     by_index = {ipu.index: ipu for ipu in ipus}
     for first in by_index:

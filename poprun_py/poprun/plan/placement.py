@@ -88,7 +88,7 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """Return the indices of the NUMA nodes of an instance's GPUs; if they are unknown, of one node for sharing."""
+    """Return the indices of the NUMA nodes of an instance's GPUs; if unknown, of one node, perhaps shared."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 

@@ -53,7 +53,7 @@ class Places(Parallelism):
         return tuple(self.hosts[number] for number in sorted(numbers))
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return a text with the host and part of a replica that all ``instances`` share; "" if they share none."""
+        """Return a text with the host and part of a replica that all ``instances`` share; "" if there is none."""
         instances = tuple(instances)
         hosts = self.hosts_of(instances)
         host = f"host {hosts[0]}" if len(hosts) == 1 else ""

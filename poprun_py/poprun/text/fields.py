@@ -45,7 +45,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def printable(least: int, most: int) -> Rule:
-    """Return a function that returns a text of ``least`` to ``most`` printable letters, or raises ValueError."""
+    """Return a function that returns a printable text of ``least`` to ``most`` letters, or raises ValueError."""
 
     def check(text: str) -> str:
         if not (least <= len(text) <= most and text.isprintable()):
@@ -173,7 +173,7 @@ class _Reader:
             raise PlanError(f"{self.source}: version {file_version}: this poprun reads version {version}")
 
     def check_keys(self, keys: Collection[str], mapping: Mapping[str, object], path: str) -> None:
-        """Raise PlanError if the dict ``mapping``, at ``path`` in a file, has not exactly the keys ``keys``."""
+        """Raise PlanError unless the dict ``mapping``, at ``path`` in a file, has exactly the keys ``keys``."""
         if missing := [key for key in keys if key not in mapping]:
             raise PlanError(f"{self.source}: {_listed(missing, path)} missing")
         if unknown := [str(key) for key in mapping if key not in keys]:
@@ -243,7 +243,7 @@ class _Reader:
             raise self._wrong(path, _WORDS[kind], value) from None
 
     def _follow(self, rule: Rule, value: object, path: str) -> Any:
-        """Return ``rule(value)``; if the rule raises an error, raise PlanError with the place ``path``."""
+        """Return ``rule(value)``. If ``rule`` raises an error, raise PlanError with this error and its place."""
         try:
             return rule(value)
         except (ValueError, PlanError) as error:

@@ -49,7 +49,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """Return descriptors for an instance's stdin, stdout and stderr; [] if ``sockets`` to its host serve."""
+        """Return descriptors for an instance's stdin, stdout and stderr; [] if the streams use ``sockets``."""
         if sockets:
             self._input_socket = sockets.get(_STDIN, self._input_socket)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]

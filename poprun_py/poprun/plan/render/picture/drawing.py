@@ -60,8 +60,7 @@ _SIZES: Final = (
 
 
 def draw(scene: Scene, describe: Description) -> Block:
-    """Return the drawing of ``scene`` (the parts of a plan to draw) with a legend; ``describe`` adds explanations.
-    """
+    """Return the drawing of ``scene``, the parts of a plan to draw, with a legend; ``describe`` explains parts."""
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
     drawer = _Drawer(scene, sizes, framing(scene), describe)
     picture = drawer.hosts()
