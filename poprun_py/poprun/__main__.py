@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def run_command(words: list[str]) -> int:
-    """Run poprun with the arguments ``words``; return the exit code of the job, or the code of poprun's error."""
+    """Run poprun with the arguments ``words``; return the job's exit code, or the error's if poprun fails."""
     try:
         from poprun.text.screen import exit_code_of, log, write_any_letter
     except (MemoryError, SystemError):  # Python raises SystemError if an import finds no memory

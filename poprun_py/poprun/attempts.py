@@ -29,8 +29,8 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
 def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedSignals) -> int:
-    """Run a job from ``first``, its started first attempt, and restart the job after failures as its plan allows;
-    return the exit code of the last attempt.
+    """Run a job whose first attempt ``first`` has been started; after failures restart the job as its plan allows.
+    Return the exit code of the job's last attempt (start).
     """
     gc.freeze()  # modules stay, so that the collector need not go through them
     gc.enable()  # `poprun.__main__` disables the collector while modules load
@@ -50,7 +50,7 @@ def run_attempts(first: LaunchedAttempt, outcome: JobOutcome, signals: ReceivedS
 def _run_attempt(
     launched: LaunchedAttempt, signals: ReceivedSignals, on_look: Callable[[Attempt], object] | None
 ) -> JobEnd:
-    """Run one attempt and return how it ended; if no program started, delete the job's secret key on its hosts."""
+    """Run one attempt (start) of a job; return how it ended. If no program ran, delete the job's secret key."""
     with launched.ended_on_failure():
         attempt = Attempt(launched, signals, on_look)
     has_started = False
@@ -64,7 +64,7 @@ def _run_attempt(
 
 
 def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals) -> None:
-    """Merge the traces that an attempt's programs recorded, and log the merged file; a signal ends the merge."""
+    """Merge the traces that a job's programs recorded into one file, and log its name; stop at a new signal."""
     if plan.trace.folder is None:
         return
     from poprun.observe.show.trace.collection import collect_trace
@@ -80,7 +80,7 @@ def _collect_trace(plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """Return the seconds to wait before a job restarts that ended as ``end`` says; None if it must not restart."""
+    """Return how many seconds a job, which ended as ``end`` says, waits before a restart; None for no restart."""
     # no restart of a job that somebody asked to end, or whose program forbids a restart or cannot be executed
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)
@@ -123,7 +123,7 @@ def _next_attempt(
 
 
 def _has_lost_devices(launched: LaunchedAttempt) -> bool:
-    """Whether a GPU of the job is no longer found on this machine; if so, log the GPUs that are lost and left."""
+    """Whether this machine no longer has one of the job's GPUs; then also log which GPUs are lost and left."""
     plan, identity = launched.plan, launched.identity
     if not plan.devices or identity.network is not None:
         return False
@@ -140,7 +140,7 @@ def _has_lost_devices(launched: LaunchedAttempt) -> bool:
 
 
 def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
-    """Whether a restart is in vain, because the job would fail as its last attempt did; if so, log the reason."""
+    """Whether a restart is useless, because the job would fail again in the same way; then also log why."""
     from poprun.observe.judge.restarts import reason_to_end
 
     reason = reason_to_end(ends)
@@ -150,7 +150,7 @@ def _is_in_vain(ends: Sequence[JobEnd]) -> bool:
 
 
 def _found_again(plan: LaunchPlan, network: "JobNetwork", leased: "LeasedPlan | None") -> "JobNetwork":
-    """Check the job's hosts again; return their network addresses and a new key. Raise HostsError on failure."""
+    """Check the job's hosts again; return their addresses and a new key. Raise HostsError if a host is unfit."""
     network = found_again(plan, network)
     try:
         return network if leased is None else leased.reacquire(network)
@@ -173,7 +173,7 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
 
 
 def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
-    """Log how each attempt of a job ended; warn of a successful job whose instances trained without each other."""
+    """Log how each start of a job ended; warn if the job succeeded, but its instances trained independently."""
     if len(ends) == 1 and plan.num_replicas <= plan.num_instances and not num_lone(ends[-1].statuses):
         return
     from poprun.observe.show.printed_report import render_attempts, render_warning

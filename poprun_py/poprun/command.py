@@ -83,7 +83,9 @@ def _no_program(line: CommandLine) -> UsageError:
 
 
 def _examine_machine(line: CommandLine) -> int:
-    """Check this machine and the hosts of the command line, print the results, and return exit code 0 or 1."""
+    """Check this machine and the hosts of the command line, and print the results; return 0 if a job can run on
+    them, otherwise 1, as poprun's exit code.
+    """
     from poprun.hosts.doctor.diagnosis import can_run, diagnose, judge_hosts, render_findings
     from poprun.hosts.doctor.facts import examine
 
@@ -205,7 +207,7 @@ def _with_popvisions_trace(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
-    """Log what ``-v`` adds: options without effect, unused MPI runtimes, and why this launcher was chosen."""
+    """Log, for the option ``-v``, which options have no effect and why poprun chose the plan's launcher."""
     idle = idle_options(plan)
     for option in (one.option for one in line.given):
         if why := option.why_no_effect or idle.get(option.name):
@@ -228,8 +230,8 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """Return ``facts``, measured on this machine, with a mark on GPUs that other jobs lease, and the pod (named
-    shape of virtual IPUs) to plan for; None instead of the pod if neither the user nor a server names a pod.
+    """Return this machine's ``facts``, with a mark on each GPU that other jobs use according to the pool (file of
+    all leases); and the pod (named shape of virtual IPUs) to plan for, or None if the job has no pod.
     """
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
@@ -239,7 +241,7 @@ def _seen_by_pool(
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
-    """Return the program's command line with an absolute path; a dry run only warns of a missing program."""
+    """Return the user's command line with the program's absolute path; a dry run only warns if it is missing."""
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:
@@ -276,7 +278,9 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
-    """Raise PlanError if this machine lacks GPUs or cores of the plan in ``file``; warn of too few cores."""
+    """Raise PlanError if the plan in ``file`` names GPUs, or cores for bindings, that this machine lacks; only
+    warn if the machine has fewer cores than the plan counts on.
+    """
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.log(f"warning: {difference}")
 
@@ -320,7 +324,7 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 
 
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
-    """Return what ``-v`` adds to a printed plan: launch command, environment, and where each option was set."""
+    """Return what option ``-v`` adds to a printed plan: launch command, environment, and each option's source."""
     from poprun.launch.launchers import launch_commands
     from poprun.plan.render.table import Details
 

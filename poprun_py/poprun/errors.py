@@ -85,11 +85,11 @@ class ServerLostError(ServerError):
 
 
 class LeaseEndedError(ServerError):
-    """Error if the server has ended the job's lease of virtual IPUs: the job was silent, or released the lease."""
+    """Error if a server has ended the job's lease of virtual IPUs: the job sent no message, or had released it."""
 
 
 class PartitionError(PoprunError):
-    """Error for a partition (reserved virtual IPUs) that does not exist, already exists, or does not fit."""
+    """Error for a partition (reserved virtual IPUs) that does not exist, exists already, or does not fit a job."""
 
 
 SHORTAGES: Final = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class JobOutcome:
-    """The ends of all attempts of a job so far, with the writers of the job's report and its metrics."""
+    """How each start (attempt) of a job has ended so far, with the writers of the job's report and metrics."""
 
     files: Sequence[str] = ()  # names of the report files, as the user wrote the names
     job_id: str = field(default_factory=lambda: wished_job_id(os.environ) or os.urandom(6).hex())
@@ -34,7 +34,7 @@ class JobOutcome:
     metrics: "MetricsServer | None" = None  # None if nobody asked for metrics
 
     def begin(self, plan: LaunchPlan) -> None:
-        """Store the job's ``plan``, check that its report can be written, and serve metrics if it names a port."""
+        """Begin with the job of ``plan``: check that its report can be written, and start serving its metrics."""
         self.plan, self.files = plan, ()
         if plan.ending.report_files:
             self._begin_report(plan)

@@ -238,7 +238,7 @@ def _size(option: str, text: str) -> int:
 
 
 def _print_mappings(asked: _Asked, workload: Workload) -> None:
-    """Print the mapping of --explain, or the mappings that a search finds; with --save write the first one."""
+    """Print the mapping of --explain, or the mappings that a search finds; --save stores the first in a file."""
     if asked.explain is not None:
         first = _explained(asked, workload)
         answer = Answer(fitting=(first,), faster=None, num_mappings=1)
@@ -269,7 +269,7 @@ def _print_mappings(asked: _Asked, workload: Workload) -> None:
 
 
 def _nothing_fits(answer: Answer, workload: Workload, fixed: Mapping[str, Any]) -> str:
-    """Return the error that no mapping of the model fits the devices, with the nearest changes that help."""
+    """Return an error text: no mapping fits the devices, and these are the nearest changes that make one fit."""
     machine = workload.machine
     return (
         f"none of {answer.num_mappings} mappings of {workload.model.name} fits {machine.num_devices} x "

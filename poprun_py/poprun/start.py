@@ -33,7 +33,7 @@ def run_job(
     leased: "LeasedPlan | None" = None,
     outcome: JobOutcome | None = None,
 ) -> int:
-    """Run the planned job, restart it after failures as the plan allows, and return its last exit code."""
+    """Run the planned job, restart it after failures as the plan allows, and return its exit code."""
     if plan.num_instances > 1 and (problem := find_loopback_problem()):
         screen.log(f"warning: {problem}")
     if problem := find_tmpdir_problem(os.environ.get("TMPDIR", "")):
@@ -63,7 +63,7 @@ def run_job(
 
 
 def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return variables with the number of devices for a Lightning Fabric script; {} if the program needs none."""
+    """Return environment variables that give a Lightning Fabric script its number of devices; {} if not needed."""
     if not any(word.endswith(".py") for word in plan.program):
         return {}
     counts = plan.num_instances_per_host, len(plan.hosts)

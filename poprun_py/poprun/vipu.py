@@ -97,7 +97,7 @@ def vipu(ctx: click.Context, server_host: str | None, server_port: int, timeout:
 
 
 class _Nouns(click.Group):
-    """A group of commands with names in singular and plural: ``list partition`` and ``list partitions``."""
+    """A group of commands whose nouns may be singular or plural: ``list partition`` or ``list partitions``."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command ``cmd_name``, a noun in singular or plural; None if there is no such command."""
@@ -134,7 +134,7 @@ _REMOVE: Final = _verb("remove", "Remove a partition.")
 
 
 def _add_listing(noun: str, help_text: str, rows: Callable[[AnyPool], list[Row]], columns: str) -> None:
-    """Add the command ``noun`` to `vipu list`, which prints ``rows`` of the pool of leases as a table or JSON."""
+    """Add to `vipu list` the command ``noun``, which prints the result of ``rows`` as a table or JSON."""
 
     def show(output: str) -> None:
         found = rows(_pool())
@@ -219,7 +219,7 @@ def _pool() -> AnyPool:
 
 
 def _cluster_here() -> Cluster:
-    """Return this machine's virtual IPUs: of the pod in POPRUN_POD, else of its GPUs, else of its CPU."""
+    """Return this machine's virtual IPUs: IPUs of the pod in POPRUN_POD, else its GPUs, else parts of its CPU."""
     pod = os.environ.get(_POD_VARIABLE)
     num_ipus = os.environ.get(_IPUS_VARIABLE)
     if num_ipus is not None and not num_ipus.isdecimal():
@@ -330,7 +330,7 @@ def _served_cluster() -> Cluster:
 
 
 def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:
-    """Return a function that returns a result of the slow function ``find``, which is called at most every 5 s."""
+    """Return a function that calls the slow function ``find`` and caches its result for 5 s."""
     found: list[tuple[float, Cluster]] = []
 
     def find_again() -> Cluster:

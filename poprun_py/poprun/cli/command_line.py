@@ -167,7 +167,7 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
-    """Join the option values of several sources; if an option has several values, keep the last value."""
+    """Join the option values of several sources; if several sources set an option, the last source counts."""
     by_field = {
         one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
     }
@@ -207,7 +207,7 @@ def _refuse_beside_plan(given: Sequence[OptionValue]) -> None:
 
 
 def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
-    """Raise UsageError if the user gave a format, such as JSON, for a plan or doctor's report not printed."""
+    """Raise UsageError if the user chose a format, such as JSON, for a text that poprun will not print."""
     if _TOPOLOGY_FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
         raise UsageError(
             f"--{_TOPOLOGY_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
@@ -242,7 +242,7 @@ def long_names() -> tuple[str, ...]:
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Parse the options before the program; return the texts of each option by its name, and the program."""
+    """Parse the options before the program; return {option's name: its values as texts}, and the program."""
     rest = deque(words)
     texts: dict[Option, list[str]] = {}
     while begins_with_option(rest):
@@ -283,8 +283,8 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(form: str, text: str, words: deque[str]) -> str | None:
-    """Return the value of the option ``form``: ``text`` if the user wrote it in the option's word, else the next
-    of ``words``; None if ``words`` is empty. A switch uses the next word only if it means yes or no.
+    """Return the value of an option: ``text`` from the option's own word, otherwise the next word of ``words``, or
+    None if no word follows. A switch (yes-or-no option) takes the next word only if the word means yes or no.
     """
     option, is_negated = _forms()[form]
     if not form.startswith("--"):
@@ -315,7 +315,7 @@ def _whole_name(written: str) -> str:
 
 
 def _foreign_advice(written: str) -> str:
-    """Return the advice how to replace ``written``, an option of another launcher; "" if it is no such option."""
+    """Return advice on how to replace ``written``, an option of another launcher; "" if it is no such option."""
     name = written.replace("_", "-").rstrip("0123456789")
     return next((advice for names, advice in _FOREIGN_OPTIONS if name in names.split()), "")
 
@@ -343,7 +343,7 @@ def origins(given: Iterable[OptionValue], *, with_defaults: bool) -> tuple[tuple
 
 
 def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each ``POPRUN_*`` variable whose name is similar to an option's variable."""
+    """Yield a warning for each unknown ``POPRUN_*`` variable whose name resembles an option's variable."""
     known = {option.variable for option in OPTIONS}
     unknown = [name for name in environ if name.startswith(VARIABLE_PREFIX) and name not in known]
     if not unknown:

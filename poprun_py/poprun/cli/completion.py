@@ -35,7 +35,7 @@ def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
 
 
 def host_names_in(kind: str, text: str) -> Iterator[str]:
-    """Yield the host names, not patterns or addresses, in ``text`` of a file ``kind``, such as known_hosts."""
+    """Yield host names, but no patterns or addresses, from ``text`` of a file named ``kind``, as known_hosts."""
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if kind == "config":
@@ -92,7 +92,7 @@ def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[Com
 
 
 def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """Remove the first option and its value from ``words``; return pairs of them, [] if the option is unknown."""
+    """Remove the first option and its value from ``words``; return [(option, value)], [] for an unknown option."""
     try:
         return take_options(words)
     except UsageError:

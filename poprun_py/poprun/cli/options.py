@@ -51,7 +51,7 @@ class Kind:
 
 
 def _number(convert: Callable[[str], float], cure: str, *, none: str = "") -> Callable[[str], float | None]:
-    """Return a function that converts a text to a number, and the word ``none``, such as auto, to None."""
+    """Return a function that converts a text to a number, but a special word ``none``, such as auto, to None."""
 
     def read(text: str) -> float | None:
         try:
@@ -232,7 +232,7 @@ _DEFAULTS: Final = LaunchRequest()
 
 
 def _group(heading: str, *options: Option) -> tuple[Option, ...]:
-    """Return ``options`` with their heading on the help page, and with defaults in their help texts."""
+    """Return ``options`` with ``heading``, their group on the help page, and with defaults in their help texts."""
     return tuple(replace(option, group=heading, help=_with_default(option)) for option in options)
 
 

@@ -81,7 +81,7 @@ class AgentLinks:
                 stream.close()
 
     def send_order(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
-        """Send ``order`` and the open descriptors ``streams`` to the agent of ``instance``, if it still runs."""
+        """Send ``order`` and the descriptors ``streams`` to the parent of ``instance``, if it is connected."""
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
@@ -93,7 +93,7 @@ class AgentLinks:
             self.send_order(instance, order)
 
     def hang_up(self, instance: int) -> None:
-        """Close the connection to a frozen agent, an instance's parent; if it runs again, it ends the instance."""
+        """Close the connection to the frozen parent of ``instance``, which ends the instance if it runs again."""
         self._drop(self._agents[instance])
 
     def take_streams(self, instance: int) -> dict[int, int]:
@@ -161,7 +161,7 @@ class AgentLinks:
             log(f"warning: refused: {reason}")
 
     def _receive(self, link: Link) -> Iterator[Event]:
-        """Receive data from ``link``; yield (instance, message) for each message of an instance's agent."""
+        """Receive data from the connection ``link``; yield (instance, message) for each message of an agent."""
         received = link.receive(check_event)
         if received is None:
             peer = self._drop(link)
@@ -217,7 +217,7 @@ class AgentLinks:
         return index in range(self._num_instances)
 
     def _pass_hello_on(self, instance: int) -> Iterator[Event]:
-        """Yield the first message, hello, of an instance's agent if all the instance's streams are connected."""
+        """Yield the first message (hello) of an instance's parent once the instance's streams are connected."""
         if instance in self._hellos and not self._missing_streams(instance):
             yield instance, self._hellos.pop(instance)
 
@@ -242,7 +242,7 @@ class AgentLinks:
         del self._peers[link]
 
     def _drop(self, link: Link) -> Stranger | IntroducedAgent:
-        """Close the connection ``link``; return whether an agent or an unknown process was at the other end."""
+        """Close the connection ``link``; return its other end: an instance's agent, or a process still unknown."""
         peer = self._peers.pop(link)
         if link.fileno() >= 0:
             self._selector.unregister(link)

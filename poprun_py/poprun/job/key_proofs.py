@@ -41,7 +41,7 @@ class KeyProofs:
             self._hang_up(connection)
 
     def begin(self, connection: socket.socket) -> None:
-        """Ask a new client to prove that it knows the key; first close older connections that take too long."""
+        """Ask a new client to prove that it knows the job's key; first close connections whose proof is late."""
         now = time.monotonic()
         for other, since in tuple(self._began_at_seconds.items()):
             if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:
@@ -83,7 +83,7 @@ class KeyProofs:
             self._admit(Link(connection, seal))
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
-        """Send ``data``, so short that sending never blocks. Return False if the client closed the connection."""
+        """Send a client ``data``, too short to block. Return False if the client has closed the connection."""
         try:
             connection.sendall(data)
         except OSError:

@@ -106,7 +106,7 @@ class LaunchedAttempt:
             raise
 
     def _remove_sessions(self) -> None:
-        """Remove the folders of killed Open MPI launchers: one makes a new launcher with its process id fail."""
+        """Remove folders of killed Open MPI launchers, at which a launcher with the same process id would fail."""
         if self.plan.mpi is not None and self.plan.mpi.kind is MpiKind.OPEN_MPI:
             remove_abandoned_sessions(session_parent(self.variables))
 

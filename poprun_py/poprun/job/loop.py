@@ -74,7 +74,7 @@ class Attempt:
         return self._report()
 
     def _prepare(self) -> StackWatch:
-        """Make all watchers, objects that observe the job; return the watcher that requests programs' stacks."""
+        """Make all watchers (objects that observe the job); return the one that asks programs for their stacks."""
         watched = Watched(
             plan=self._plan,
             variables=self._environ,
@@ -121,7 +121,7 @@ class Attempt:
             self._act(decision, stacks)
 
     def _awaits_culprit(self, now_seconds: float) -> bool:
-        """Whether all failed instances only lost another instance, whose own failure may be reported soon."""
+        """Whether all failed instances only lost contact to another one, whose own failure poprun may soon see."""
         from poprun.observe.judge.end_verdict import awaits_culprit
 
         return awaits_culprit(self._record.failed, self._streams.tails(self._record.failed), now_seconds)

@@ -86,7 +86,7 @@ class Viewers:
         self._unsent_text = ""
 
     def add_text(self, text: str) -> bool:
-        """Add ``text``, cut if too long, to the next update for all monitors. Return False if there are none."""
+        """Add ``text``, cut if too long, to the next update for all monitors. Return False without monitors."""
         if not self._links:
             return False
         self._unsent_text = f"{self._unsent_text}{text}\n"[:_MAX_TEXT]
@@ -94,7 +94,7 @@ class Viewers:
         return True
 
     def add(self, link: Link) -> None:
-        """Send each view of the job from now on also to the monitor that is connected by ``link``."""
+        """Add the monitor that is connected by ``link``, so that it also gets each update of the job's state."""
         link.connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
         self._links.append(link)
         self._next_seconds = 0.0
@@ -106,7 +106,7 @@ class Viewers:
         self._links = []
 
     def send_view(self, record: Record, last_line: Callable[[int], str], now_seconds: float) -> None:
-        """Send the job's present state to all monitors if an update is due; disconnect those that do not read."""
+        """Send the job's state to all monitors if an update is due; disconnect monitors that do not read."""
         wait_seconds = 0.0 if is_of_one_moment(record.statuses) else _VIEW_SECONDS
         if not self._links or now_seconds < self._next_seconds + wait_seconds:
             return

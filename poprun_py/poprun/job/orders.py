@@ -32,7 +32,7 @@ def start_order(
     identity: JobIdentity,
     endpoints: Mapping[int, Sequence[Endpoint]],
 ) -> Message:
-    """Return the message that makes an agent (poprun's process on a host) start the program of an instance."""
+    """Return the message that makes the agent (parent process) of instance ``index`` start its program."""
     _, master, coordinator, store = endpoints[0]
     leased = identity.devices_of(plan, index)
     binding = plan.instance(index, leased).binding
@@ -70,7 +70,9 @@ def start_order(
 
 
 def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
-    """Return the message that makes agents (programs' parents) end their programs, faster if ``has_failed``."""
+    """Return the message that makes agents (programs' parents) end their programs. After a failure
+    (``has_failed``), JAX and TensorFlow programs, which then cannot save, get at most 0.3 s.
+    """
     seconds = plan.ending.stop_timeout_seconds
     # JAX and TensorFlow delay the end after SIGTERM until all programs save, which is impossible after a failure.
     seconds_in_vain = min(seconds, _UNSAVED_SECONDS) if has_failed else seconds
@@ -80,7 +82,7 @@ def stop_order(plan: LaunchPlan, *, has_failed: bool) -> Message:
 def _added_environment(
     plan: LaunchPlan, index: int, environ: Mapping[str, str], route: "HostRoute | None", start: StartFacts
 ) -> dict[str, str]:
-    """Return the environment variables that an instance gets in addition to the variables of its parent."""
+    """Return the environment variables that an instance gets in addition to its parent process's variables."""
     if route is None:
         return program_environment(plan, index, environ, start)
     return {

@@ -83,8 +83,8 @@ def _decide_before_stop(job: JobSnapshot, ending: EndingSettings) -> Decision:
 
 
 def _decide_failure(job: JobSnapshot) -> Decision:
-    """Return the next action after an instance failed: wait for the cause, ask the running instances in which
-    collective they wait if their flight recorders are on, or stop the job.
+    """Return the next action after an instance failed: wait for the cause, stop the job, or, if torch's flight
+    recorder runs in other instances, ask them in which collective they wait.
     """
     if job.awaits_culprit:
         return _WAIT

@@ -217,14 +217,14 @@ class _Silence:
         self._heard_at_seconds = [0.0] * num_instances  # by ``_awake_seconds``
 
     def pass_time(self, now_seconds: float) -> bool:
-        """Add the time since the last call to all agents' silence. Return True if poprun was stopped for 5 s."""
+        """Add the time since the last call to each agent's silence. Return True if poprun was stopped for 5 s."""
         step_seconds = now_seconds - self._looked_at_seconds
         self._awake_seconds += min(step_seconds, _LONGEST_STEP_SECONDS)
         self._looked_at_seconds = now_seconds
         return step_seconds > _PAUSE_SECONDS
 
     def end(self, *instances: int) -> None:
-        """Set to 0 the time in which the agents (parent processes) of ``instances`` have sent no message."""
+        """End the silence of the agents (parents) of ``instances``: measure the time without message anew."""
         for instance in instances:
             self._heard_at_seconds[instance] = self._awake_seconds
 
@@ -255,7 +255,7 @@ class Record:
 
     @property
     def phase(self) -> Phase:
-        """The present phase of the job: starting, running, interrupted (after Ctrl-C), stopping or killing."""
+        """The present state of the job: starting, running, interrupted (after Ctrl-C), stopping or killing."""
         return next(reversed(self._began))
 
     @property
@@ -270,7 +270,7 @@ class Record:
 
     @property
     def endpoints(self) -> dict[int, tuple[Endpoint, ...]]:
-        """By instance, the TCP addresses for TensorFlow and, on instance 0, also for torch, JAX and popdist."""
+        """{instance: its TCP addresses}: for TensorFlow, and on instance 0 also for torch, JAX and popdist."""
         return {
             index: tuple(Endpoint(host=hello["address"], port=port) for port in hello["ports"])
             for index, hello in self._hellos.items()
@@ -278,7 +278,7 @@ class Record:
 
     @property
     def reported(self) -> set[int]:
-        """The ids of the instances' parent processes (agents) that have connected, and of their own parents."""
+        """The process ids of the agents (instances' parents) that have connected, and of these agents' parents."""
         return {hello[whose] for hello in self._hellos.values() for whose in ("shim", "pid")}
 
     def runtime_of(self, instance: int) -> int | None:
@@ -287,7 +287,7 @@ class Record:
         return None if hello is None else hello["runtime"]
 
     def add_event(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
-        """Update the record with ``event``, a message of the parent process of ``instance``, now received."""
+        """Add ``event``, a message of the parent process of ``instance``, received at ``now_seconds``."""
         kind, phase = event["event"], self.phase
         if kind == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
@@ -307,7 +307,7 @@ class Record:
             self._add_evidence(instance, event)
 
     def _add_evidence(self, instance: int, event: dict[str, Any]) -> None:
-        """Keep what ``event`` says about a failure or hang; note that ``instance`` has answered a question."""
+        """Store what ``event`` says about a failure or hang; wait no longer for an answer of ``instance``."""
         if self._question is not None:
             self._question.note_answer(instance)
         if event["event"] == "exited" and not event["was_stopped"]:
@@ -364,7 +364,7 @@ class Record:
         return [status.index for status in running if status.progress is not None and status.progress.recorder]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
-        """Record that the job now begins the phase ``phase``, such as running or stopping."""
+        """Record that the job now enters the state ``phase``, such as running or stopping."""
         self._began[phase] = now_seconds
         self._silence.end(*range(len(self.statuses)))
 

@@ -18,7 +18,7 @@ _READ_BYTES = 4096
 
 
 class ReceivedSignals:
-    """The signals that poprun has received. Each also writes to a pipe, which wakes the job's loop, its reader."""
+    """The signals that poprun has received. Each signal also writes to a pipe, which wakes the job's main loop."""
 
     def __init__(self) -> None:
         self.num_interrupts = 0  # times that Ctrl-C was pressed

@@ -49,7 +49,7 @@ class Watcher:
         """Check the job again, and print for the user what is new. poprun's loop calls this method often."""
 
     def add_event(self, instance: int, event: Mapping[str, Any]) -> None:
-        """Handle a message, of the kind ``hears`` of this watcher, from the agent (parent) of ``instance``."""
+        """Handle a message from the parent of ``instance``; all messages have the kind that ``hears`` names."""
 
     def add_to(self, end: JobEnd) -> JobEnd:
         """Return ``end``, the description of how the job ended, with the results of this watcher added."""
@@ -245,8 +245,8 @@ class Speed(Watcher):
         self._clocks = clocks
 
     def update(self, now_seconds: float) -> None:
-        """Print which instance or link is slow. If the next question is due, also ask the program of each instance
-        when the program called its collectives.
+        """Print which instance or network link is slow. At regular intervals, also ask each instance's program at
+        what times it called its collectives.
         """
         record, plan = self._watched.record, self._watched.plan
         statuses = record.statuses
@@ -294,7 +294,7 @@ class Hosts(Watcher):
         self._warnings: dict[tuple[str, str], str] = {}  # by kind and host
 
     def update(self, now_seconds: float) -> None:
-        """Check every 30 s whether hosts have problems, such as full memory; log a warning for each new one."""
+        """Check every 30 s whether hosts have problems, such as full memory; log each new problem."""
         if now_seconds >= self._due_seconds:
             from poprun.observe.judge.host_rules import find_host_findings
             from poprun.observe.show.host_words import describe_finding

@@ -48,7 +48,7 @@ class DeviceFailure:
 
 
 def find_device_failure(lines: Sequence[str]) -> DeviceFailure | None:
-    """Return why a program failed on its GPU, from the last ``lines`` of its output; None if they do not say."""
+    """Return why a program failed on its GPU, from the last ``lines`` of its output; None if unknown."""
     text = " ".join(lines)
     if memory := _NO_MEMORY.search(text):
         size, device, total, free = memory.groups()

@@ -59,7 +59,7 @@ def read_nvidia(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Liste
 
 
 def _slices(tree: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the kind and UUID of each MIG slice in ``tree``, the output of ``nvidia-smi -L``, by GPU number."""
+    """Return {GPU's number: (kind, UUID) of each MIG slice} from ``tree``, the output of ``nvidia-smi -L``."""
     slices: dict[str, list[tuple[str, str]]] = {}
     index = ""
     for line in tree.splitlines():
@@ -150,7 +150,7 @@ def read_intel(answers: Sequence[str], files: Mapping[str, str]) -> tuple[Listed
 
 
 def _holders(processes: str, card: str) -> Iterator[int]:
-    """Yield the ids in xpu-smi's list ``processes`` that use the card ``card``, without xpu-smi's processes."""
+    """Yield the ids of processes that use the GPU ``card``, from xpu-smi's list; leave out xpu-smi itself."""
     for line in processes.splitlines():
         cells = line.split()
         if len(cells) < len(("id", "command", "card", "shared", "memory")) or not cells[0].isdecimal():

@@ -21,7 +21,7 @@ class Visible:
 
 
 def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping[str, str]) -> Visible:
-    """Return which GPUs of ``listed`` a program with the variables ``environment`` sees, and errors in these."""
+    """Return which GPUs of ``listed`` a program with these environment variables sees, and errors in values."""
     devices, problems = tuple(maker.arrange(listed, environment)), list[str]()
     outer = {name: environment[name] for name in maker.outer_masks if name in environment}
     for name, text in outer.items():
@@ -46,7 +46,7 @@ def visible_devices(maker: Maker, listed: Sequence[Listed], environment: Mapping
 def _left_by(
     variable: str, text: str, devices: Sequence[Listed], maker: Maker
 ) -> tuple[tuple[Listed, ...], list[str]]:
-    """Return the GPUs that a value ``text`` of a variable such as CUDA_VISIBLE_DEVICES leaves, and its errors."""
+    """Return the GPUs that ``text``, a value as for CUDA_VISIBLE_DEVICES, selects; and the errors in ``text``."""
     left = list[Listed]()
     for word in map(str.strip, text.split(",")):
         matches = _called(word, devices, maker)

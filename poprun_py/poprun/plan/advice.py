@@ -39,7 +39,9 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Raise PlanError if this machine lacks a GPU or bound core of a plan; return a warning of too few cores."""
+    """Raise PlanError if ``plan`` names GPUs, or cores for bindings, that this machine lacks; return a tuple of
+    one warning if the machine only has fewer cores than the plan counts on, otherwise ().
+    """
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
     if missing := [name for name in plan.devices if name not in gpus]:
@@ -61,7 +63,7 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
 
 
 def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return a dict from each option for virtual IPUs that has no effect on ``plan`` to the reason, in words."""
+    """Return {option: reason} for each option about virtual IPUs that has no effect on the job of ``plan``."""
     vipu = plan.vipu
     if vipu.is_offline:
         return dict.fromkeys(_OF_VIRTUAL_IPUS, "--offline-mode takes no virtual IPUs")
@@ -123,7 +125,7 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def check_gpus(plan: LaunchPlan, facts: MachineFacts) -> None:
-    """Raise PlanError if this machine has GPUs, but too few for the job: it would silently compute on the CPU."""
+    """Raise PlanError if this machine has GPUs, but too few for the job, which would use the CPU silently."""
     is_counted = plan.asks_server or plan.vipu.pod is not None or plan.vipu.ipus_per_host is not None
     if facts.gpus and not (plan.devices or plan.vipu.is_offline or is_counted):
         raise PlanError(f"{_too_few_gpus(plan, facts)}; --offline-mode computes on the CPU")
@@ -231,7 +233,7 @@ def _far_apart(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
-    """Return the most instances that ``plan`` allows with ``num_per_host`` or fewer a host; 0 if none is legal."""
+    """Return the largest number of instances that ``plan`` allows with at most ``num_per_host`` per host, or 0."""
     most, size = num_per_host * len(plan.hosts), plan.parallelism.instances_per_replica
     if size > 1:
         return most - most % math.lcm(size, len(plan.hosts))
@@ -241,7 +243,7 @@ def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:
-    """Return the advice to start ``better`` instances: replicas take turns on ``busy`` of ``total`` devices."""
+    """Return advice: replicas take turns on ``busy`` of ``total`` devices; ``better`` instances would use more."""
     replicas = f"the {plan.layout.num_local_replicas} replicas of each instance"
     gain = "all of them" if total.startswith(f"{used:,} ") else str(used)
     return f"{replicas} take turns on {busy} of {total}{_per_host(plan)}; --num-instances {better} uses {gain}"

@@ -29,9 +29,8 @@ def check_counted(plan: LaunchPlan) -> None:
 
 
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
-    """Return the job's number of IPU-Link domains (linked IPUs); None without a pod if no option gives it.
-
-    Raises PlanError if the job does not fit the domains.
+    """Return how many IPU-Link domains (groups of linked IPUs) the job uses; None if neither a pod nor an option
+    tells the number. Raise PlanError if the job does not fit the domains.
     """
     asked = plan.vipu.num_ilds
     if pod is None:
@@ -67,13 +66,13 @@ def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -
 
 
 def _keeps_replicas_together(plan: LaunchPlan, num_instances: int) -> bool:
-    """Whether an IPU-Link domain of ``num_instances`` instances has only whole replicas, or part of only one."""
+    """Whether an IPU-Link domain of ``num_instances`` instances has whole replicas, or part of just one."""
     size = plan.parallelism.instances_per_replica
     return num_instances % size == 0 or size % num_instances == 0
 
 
 def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
-    """Raise PlanError if ``pod``, or the pod's part on a host, has too few IPUs for the job's replicas there."""
+    """Raise PlanError if ``pod`` has too few IPUs for the job, or a host of the pod too few for its replicas."""
     allocation = allocation_of(pod, plan.vipu)
     ipus = pod.part(allocation)
     name = f"allocation {allocation} of {pod.name}" if allocation else pod.name
@@ -113,7 +112,7 @@ def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> Non
 
 
 def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> PlanError:
-    """Return the error that instances do not divide evenly over ``domains``, with the nearest numbers that do."""
+    """Return the error that instances do not divide evenly over ``domains``; its text has possible numbers."""
     fitting = [count for count in _legal_instances(plan) if fits(count)]
     nearest = sorted(sorted(fitting, key=lambda count: abs(count - plan.num_instances))[:2])
     cure = f"nearest: {' or '.join(map(str, nearest))} instances" if nearest else "give other replicas"

@@ -52,7 +52,7 @@ def framework_variables(
 
 
 def by_framework(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return a dict from each framework, such as JAX, to the variables in ``environment`` that it reads."""
+    """Return {framework, such as JAX: {name: value} of each variable in ``environment`` that it reads}."""
     return {
         framework: {name: environment[name] for name in names if name in environment}
         for framework, names in _READ_BY.items()
@@ -69,7 +69,7 @@ def example_start(plan: LaunchPlan) -> StartFacts:
 
 
 def workers_of(plan: LaunchPlan) -> range:
-    """Return the instances in the variable TF_CONFIG: all if the job has 2 to 512, none if 1 or too many."""
+    """Return which instances TF_CONFIG lists as TensorFlow workers: all if there are 2 to 512, otherwise none."""
     return range(plan.num_instances if 1 < plan.num_instances <= MOST_WORKERS else 0)
 
 

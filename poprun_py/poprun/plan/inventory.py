@@ -37,7 +37,7 @@ class VirtualIpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All virtual IPUs of one machine or of one pod, of which a job leases (has until its end) some or all."""
+    """All virtual IPUs of one machine or of one pod; each job leases some or all of them until its end."""
 
     name: str  # such as ``POD64``, or the machine's own name
     kind: str  # ``gpu``, ``cpu`` or ``pod``; ``core`` for cores that only one job may use
@@ -99,7 +99,9 @@ def cpu_slots() -> Iterator[VirtualIpu]:
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """Return a cluster of ``num_ipus`` parts of a CPU; if None, of ``num_shown`` parts, and jobs may add parts."""
+    """Return a cluster of ``num_ipus`` parts of a CPU; for None, of ``num_shown`` parts, to which jobs may add
+    more parts.
+    """
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
@@ -132,7 +134,9 @@ def size_of_partition(num_ipus: int) -> int:
 
 
 def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
-    """Choose ``num_ipus`` neighbours that begin at a multiple of their partition's size; else the first IPUs."""
+    """Choose ``num_ipus`` consecutive IPUs, of which the first has an index that is a multiple of the partition's
+    size; if there are no such IPUs, choose the first of ``ipus``.
+    """
     size = size_of_partition(num_ipus)
     by_index = {ipu.index: ipu for ipu in ipus}
     for first in by_index:

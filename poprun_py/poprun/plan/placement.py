@@ -70,7 +70,7 @@ def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Bi
 
 
 def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the NUMA nodes of ``memory_nodes`` near the cores ``part``; () if no node would be left out."""
+    """Return which of the NUMA nodes ``memory_nodes`` contain the cores ``part``; () if all of them do."""
     nodes = {cpu.node for cpu in part}.intersection(memory_nodes)
     return tuple(sorted(nodes)) if len(nodes) < len(memory_nodes) else ()
 
@@ -88,13 +88,13 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """Return the indices of an instance's NUMA nodes: near its GPUs; if unknown, one node, maybe a shared one."""
+    """Return the indices of the NUMA nodes of an instance's GPUs; if unknown, of one node, perhaps shared."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 
 
 def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
-    """Divide all NUMA nodes among the instances, which are fewer; return the indices of each instance's nodes."""
+    """Divide all NUMA nodes among fewer instances; return the indices of the nodes of each instance."""
     count = demand.num_instances
     owned = [{i for i, node in enumerate(nodes) if node[0].node in demand.nodes_near(k)} for k in range(count)]
     if not any(owned):
@@ -124,7 +124,9 @@ def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Se
 
 
 def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
-    """Return the first ``units`` (each a core's hardware threads), up to ``max_cores`` threads, at least one."""
+    """Return the first physical cores of ``units`` with at most ``max_cores`` hardware threads in all; at least
+    one core.
+    """
     total, kept = 0, 0
     for unit in units:
         total += len(unit)
@@ -133,8 +135,8 @@ def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
 
 
 def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
-    """Return ``size`` physical cores for each instance: if no GPU has a known NUMA node, in the smallest cache or
-    NUMA node with enough cores for all instances; otherwise sets of all cores, of which `_nearest` chooses.
+    """Return sets of ``size`` physical cores, at least one per instance. If no GPU has a known NUMA node, all sets
+    are in the smallest cache or NUMA node with enough cores; otherwise the sets divide all cores of the host.
     """
     scopes = [units]
     if not any(demand.near):

@@ -53,7 +53,7 @@ class Places(Parallelism):
         return tuple(self.hosts[number] for number in sorted(numbers))
 
     def describe(self, instances: Iterable[int]) -> str:
-        """Return the host and part of a replica that all ``instances`` have in common, as text; "" without any."""
+        """Return a text with the host and part of a replica that all ``instances`` share; "" if there is none."""
         instances = tuple(instances)
         hosts = self.hosts_of(instances)
         host = f"host {hosts[0]}" if len(hosts) == 1 else ""
@@ -209,7 +209,7 @@ class LaunchPlan:
 
     @property
     def num_devices_per_instance(self) -> int:
-        """The number of GPUs that an instance needs for one replica, or its part of one; replicas take turns."""
+        """The number of GPUs of an instance: for one replica or a part of one; its replicas use them in turn."""
         return self.ipus_per_replica // self.parallelism.instances_per_replica
 
     @property
@@ -286,7 +286,7 @@ class LaunchPlan:
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """Return names of variables that the user passes from poprun to instance ``index``; if None, to all."""
+        """Return the names of poprun's variables that the user passes to instance ``index``, or (None) to all."""
         return frozenset(name for name, value in self._asked_variables(index) if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
@@ -294,7 +294,9 @@ class LaunchPlan:
         return {name: value for name, value in self._asked_variables(index) if value is not None}
 
     def _asked_variables(self, index: int | None) -> Iterator[tuple[str, str | None]]:
-        """Yield variables that the user set: for all instances, then for ``index``; None means poprun's value."""
+        """Yield (name, value) of each variable that the user set for all instances, then for instance ``index``.
+        The value None means that the instance gets the value of poprun's own variable.
+        """
         yield from self.variables
         for instance, variables in self.instance_variables:
             if instance == index:

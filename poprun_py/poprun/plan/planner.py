@@ -132,7 +132,9 @@ def make_advised_plan(
 
 
 def _check_mapping(plan: LaunchPlan, request: LaunchRequest, facts: MachineFacts) -> tuple[str, ...]:
-    """Raise PlanError if GPUs are too few for the user's mapping; return a warning if it is for other devices."""
+    """Raise PlanError if GPUs are too few for the user's mapping; return a tuple of one warning if the mapping was
+    planned for other devices, otherwise ().
+    """
     if request.mapping is None:
         return ()
     from poprun.plan.parallelism import check_found, other_devices
@@ -160,8 +162,8 @@ class _Counts:
 def _count(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchRequest, _Counts]:
-    """Return ``request``, with the hosts and numbers of its mapping and of Slurm's job filled in, and the job's
-    hosts and numbers (`_Counts`), with a value for each number that the user left open.
+    """Return ``request``, completed by the hosts and numbers of its mapping and of Slurm's job. Also return the
+    job's hosts and its numbers of instances and replicas, which are chosen here if the user has left them open.
     """
     if request.num_replicas is not None:
         check_count("--num-replicas", request.num_replicas)
@@ -201,7 +203,9 @@ def _count(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """Return the bindings of a host's instances to the leased cores ``given``, or to the plan's cores if None."""
+    """Return which cores each of a host's instances is bound to: of the leased cores ``given``, or, for None, of
+    the plan's cores.
+    """
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
@@ -241,7 +245,7 @@ def _within_allocation(
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
-    """Return the job's hosts, by default all of ``allocation``. Raises PlanError if a host is not Slurm's."""
+    """Return the job's hosts, by default all hosts of Slurm's job. Raises PlanError if a host is not Slurm's."""
     foreign = [host for host in request.hosts if host not in allocation.nodes]
     if foreign:
         raise PlanError(

@@ -66,7 +66,7 @@ def wished_job_id(user: Mapping[str, str]) -> str:
 
 
 def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of ``user`` to send to other hosts: known names, and ``named`` (``A*`` is a prefix)."""
+    """Return which of the user's variables other hosts get: well-known ones, and ``named`` (``A*``: a prefix)."""
     # variables of a machine or a login stay here, and so do secrets, because the connection is not encrypted
     beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     return {
@@ -81,7 +81,7 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
 
 
 def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``user`` for a launcher that reaches other hosts: its own and the passed ones."""
+    """Return which of the user's variables a launcher of several hosts gets: those that it reads or passes on."""
     # Hydra sends all its variables to every host unencrypted, so it gets only harmless and necessary variables
     launcher_variables = {
         name: value

@@ -331,7 +331,9 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
 def check_counts(
     *, num_instances: int, num_replicas: int | None, num_hosts: int, instances_per_replica: int = 1
 ) -> None:
-    """Raise PlanError if hosts or shared replicas have unequal numbers of instances, or instances of replicas."""
+    """Raise PlanError unless all hosts have equally many instances, and all instances equally many replicas (if
+    instances share replicas, all replicas equally many instances).
+    """
     check_count("--num-instances", num_instances)
     if num_replicas is not None:
         check_count("--num-replicas", num_replicas)

@@ -34,7 +34,7 @@ _SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 def between(least: float, most: float) -> Rule:
-    """Return a function that returns a number from ``least`` to ``most``, and raises ValueError for others."""
+    """Return a function that returns a number from ``least`` to ``most``, or raises ValueError for any other."""
 
     def check(number: float) -> float:
         if not least <= number <= most:
@@ -45,7 +45,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def printable(least: int, most: int) -> Rule:
-    """Return a function that returns ``least`` to ``most`` printable characters, and else raises ValueError."""
+    """Return a function that returns a printable text of ``least`` to ``most`` letters, or raises ValueError."""
 
     def check(text: str) -> str:
         if not (least <= len(text) <= most and text.isprintable()):
@@ -142,7 +142,9 @@ class _Reader:
     is_part: bool
 
     def record(self, kind: Any, values: object, path: str, extra: tuple[str, ...] = ()) -> Any:
-        """Return a dataclass object (``kind``) from ``values``, a dict that must also have the keys ``extra``."""
+        """Return an object of the dataclass ``kind``, made from the dict ``values``, which contains the fields
+        of the object and also the keys ``extra``.
+        """
         mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
         if self.is_part:
             fields = tuple(field for field in fields if field.name in mapping or not _has_default(field))
@@ -157,7 +159,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {path.removesuffix('.') or 'the file'}: {error}") from None
 
     def mapping(self, values: object, path: str) -> Mapping[str, object]:
-        """Return ``values``, which a file has under the keys ``path``. Raise PlanError if it is no dict."""
+        """Return ``values``, which is at ``path`` in a file. Raise PlanError if ``values`` is no dict."""
         if not isinstance(values, dict):
             raise self._wrong(path.removesuffix(".") or "the file", "a mapping of names to values", values)
         return values
@@ -171,7 +173,7 @@ class _Reader:
             raise PlanError(f"{self.source}: version {file_version}: this poprun reads version {version}")
 
     def check_keys(self, keys: Collection[str], mapping: Mapping[str, object], path: str) -> None:
-        """Raise PlanError if ``mapping``, which a file has under ``path``, has other keys than ``keys``."""
+        """Raise PlanError unless the dict ``mapping``, at ``path`` in a file, has exactly the keys ``keys``."""
         if missing := [key for key in keys if key not in mapping]:
             raise PlanError(f"{self.source}: {_listed(missing, path)} missing")
         if unknown := [str(key) for key in mapping if key not in keys]:
@@ -179,7 +181,7 @@ class _Reader:
             raise PlanError(f"{self.source}: {_listed(unknown, path)} no key of {self.noun}; {known}")
 
     def read(self, kind: Any, value: object, path: str) -> Any:
-        """Return ``value`` as the type ``kind``. Raise PlanError, which names ``path``, if it does not fit."""
+        """Return ``value``, at ``path`` in a file, as the type ``kind``. Raise PlanError if the type is wrong."""
         origin, inner = get_origin(kind), get_args(kind)
         if origin in _UNIONS:
             (kind,) = set(inner) - {NoneType}
@@ -241,7 +243,7 @@ class _Reader:
             raise self._wrong(path, _WORDS[kind], value) from None
 
     def _follow(self, rule: Rule, value: object, path: str) -> Any:
-        """Return ``rule(value)``, a checked value. If ``rule`` raises, raise PlanError, which names ``path``."""
+        """Return ``rule(value)``. If ``rule`` raises an error, raise PlanError with this error and its place."""
         try:
             return rule(value)
         except (ValueError, PlanError) as error:

@@ -45,9 +45,9 @@ class Folder:
         self._held_bytes += len(line)
         shown: list[Folded] = []
         if self._is_everybodys(line):
-            shown += self._show_until(instance, 0)
+            shown += self._remove_until(instance, 0)
         while self._held_bytes > MAX_HELD_BYTES:
-            shown.append(self._show_next(self._oldest(self._queues)))
+            shown.append(self._remove_next(self._oldest(self._queues)))
         return shown
 
     def add_lines(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
@@ -57,24 +57,24 @@ class Folder:
             if line.endswith(b"\n"):
                 shown += self.add(instance, line, now_seconds)
             else:
-                shown += [*self._show_until(instance, 0), Folded((instance,), line)]
+                shown += [*self._remove_until(instance, 0), Folded((instance,), line)]
         return shown
 
     def due(self, now_seconds: float) -> list[Folded]:
         """Remove and return the buffered lines that have waited 0.2 s for equal lines of other instances."""
         shown: list[Folded] = []
         while (due := self.due_at_seconds) is not None and due <= now_seconds:
-            shown.append(self._show_next(self._oldest(self._queues)))
+            shown.append(self._remove_next(self._oldest(self._queues)))
         return shown
 
     def end(self, instance: int) -> list[Folded]:
-        """Record that ``instance`` prints no more; return the lines that all running instances have printed."""
+        """Record that ``instance`` has ended; return the buffered lines that now wait for no other instance."""
         self._running.discard(instance)
         if not self._running:
-            return [folded for other in self._queues for folded in self._show_until(other, 0)]
+            return [folded for other in self._queues for folded in self._remove_until(other, 0)]
         one = min(self._running)
         places = [place for place, held in enumerate(self._queues[one], 1) if self._is_everybodys(held.line)]
-        return self._show_until(one, len(self._queues[one]) - places[-1]) if places else []
+        return self._remove_until(one, len(self._queues[one]) - places[-1]) if places else []
 
     @property
     def due_at_seconds(self) -> float | None:
@@ -84,12 +84,12 @@ class Folder:
     def _is_everybodys(self, line: bytes) -> bool:
         return self._running <= self._counts[line].keys()
 
-    def _show_until(self, instance: int, num_left: int) -> list[Folded]:
-        """Remove and return lines, oldest first, until only ``num_left`` lines of ``instance`` are buffered."""
+    def _remove_until(self, instance: int, num_left: int) -> list[Folded]:
+        """Remove and return buffered lines, oldest first, until ``instance`` has only ``num_left`` lines left."""
         queue, shown = self._queues[instance], []
         while len(queue) > num_left:
             holders = self._counts[queue[len(queue) - num_left - 1].line]
-            shown.append(self._show_next(self._oldest(holders)))
+            shown.append(self._remove_next(self._oldest(holders)))
         return shown
 
     def _oldest(self, instances: Iterable[int]) -> int:
@@ -99,8 +99,10 @@ class Folder:
             key=lambda instance: self._queues[instance][0].number,
         )
 
-    def _show_next(self, instance: int) -> Folded:
-        """Remove and return the next line of ``instance``, or a line that another instance printed before it."""
+    def _remove_next(self, instance: int) -> Folded:
+        """Remove and return the first buffered line of ``instance``. If another instance printed other lines
+        before the same line, take the first of those instead, so that each instance's lines stay in order.
+        """
         seen = {instance}
         line = self._queues[instance][0].line
         while (other := self._find_other_first(line, seen)) is not None:
@@ -109,12 +111,12 @@ class Folder:
         return self._remove(line)
 
     def _find_other_first(self, line: bytes, seen: set[int]) -> int | None:
-        """Return an instance, not in ``seen``, whose queue has other lines before ``line``; None if none has."""
+        """Return an instance, not in ``seen``, that printed other lines before ``line``; None if there is none."""
         others = (other for other in self._counts[line] if other not in seen)
         return next((other for other in others if self._queues[other][0].line != line), None)
 
     def _remove(self, line: bytes) -> Folded:
-        """Remove ``line`` from each queue that begins with it; return the line with the queues' instances."""
+        """Remove ``line`` from each instance's queue that begins with it; return the line and these instances."""
         counts = self._counts[line]
         instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)
         for instance in instances:

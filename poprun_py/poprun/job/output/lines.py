@@ -26,7 +26,7 @@ class LineSplitter:
         self._is_drawing = False
 
     def feed(self, data: bytes) -> bytes:
-        r"""Add ``data``; return all lines now complete. After a last ``\r``, wait, because ``\n`` may follow."""
+        r"""Add ``data``; return the lines now complete. A last line that ends with ``\r`` waits for a ``\n``."""
         data = self._rest + data
         after_bar = data.rfind(b"\r", 0, -1) + 1
         end = max(after_bar, data.rfind(b"\n") + 1)
@@ -94,7 +94,7 @@ class StepLines:
 
 
 class Tags:
-    """The prefixes that say which instance has printed a line on poprun's stdout or stderr; perhaps coloured."""
+    """The prefixes, coloured if asked for, that say which instance printed a line on poprun's stdout or stderr."""
 
     def __init__(self, plan: LaunchPlan, stream: str, *, is_coloured: bool) -> None:
         self._plan = plan

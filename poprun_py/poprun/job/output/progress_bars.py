@@ -31,7 +31,7 @@ class BottomRow:
         self._num_above = 0  # rows above the cursor that ``_writer`` wrote last
 
     def render(self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes) -> bytes:
-        """Return the bytes that show ``lines``, then ``step``, the received part of a progress bar's update."""
+        """Return terminal output that shows ``lines``, and then ``step``, a progress bar's unfinished update."""
         writer = (stream, instances)
         if len(step) > _MAX_STEP_BYTES or _CURSOR_UP in step:
             step = b""  # such a step cannot be written twice
@@ -46,7 +46,7 @@ class BottomRow:
         )
 
     def end_bars(self, stream: str, instance: int) -> bytes:
-        """Return the bytes to write after an instance's last output, so that no line overwrites its bars."""
+        """Return line breaks to write after an instance's end, so that no line overwrites its progress bars."""
         if self._owner != (stream, (instance,)):
             return b""
         below = b"\n" * self._num_used

@@ -100,7 +100,7 @@ class Display:
         self._output.write(data)
 
     def show(self, instance: int, lines: bytes, step: bytes) -> None:
-        """Show whole ``lines`` of ``instance``, then ``step``, the received part of a progress bar's update."""
+        """Show whole ``lines`` of ``instance``, and then ``step``, its progress bar's unfinished update."""
         if self._folder is not None:
             self._write_folded(self._folder.add_lines(instance, lines, time.monotonic()))
             lines = b""
@@ -195,7 +195,7 @@ class Tails:
             _add_lines(self._all.setdefault(source.instance, deque(maxlen=_LAST_LINES)), lines)
 
     def of_failure(self, instance: int) -> list[str]:
-        """Return the last lines of an instance's stderr; if there are none, of its stdout that was not shown."""
+        """Return the last lines of an instance's stderr, or else of its hidden stdout, to explain its failure."""
         return _decode(self._errors.get(instance) or self._hidden.get(instance) or ())
 
     def of_all(self, instance: int) -> list[str]:

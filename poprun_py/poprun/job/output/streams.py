@@ -49,7 +49,7 @@ class ProgramStreams:
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """Return descriptors of an instance's stdin, stdout and stderr; [] if ``sockets`` of its host are used."""
+        """Return descriptors for an instance's stdin, stdout and stderr; [] if the streams use ``sockets``."""
         if sockets:
             self._input_socket = sockets.get(_STDIN, self._input_socket)
             self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
@@ -100,12 +100,12 @@ class ProgramStreams:
         return tail[-1] if tail else ""
 
     def tails(self, instances: Iterable[int]) -> dict[int, list[str]]:
-        """Return by instance the last lines that each wrote to stderr, or else to a stdout that is not shown."""
+        """Return {instance: its last lines on stderr, or, if it wrote none, on a stdout that is not shown}."""
         relay = self._relay
         return {} if relay is None else {index: relay.tails.of_failure(index) for index in instances}
 
     def last_lines(self) -> dict[int, list[str]]:
-        """Return the last lines of each instance's output, by instance; {} if the job's report needs no lines."""
+        """Return {instance: the last lines of its output}; {} if the job's report needs no lines."""
         if self._relay is None:
             return {}
         tails = {index: self._relay.tails.of_all(index) for index in range(self._plan.num_instances)}
@@ -193,7 +193,9 @@ class InputFeed:
         return b""
 
     def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait for poll(2)'s ``event`` at ``descriptor``, or a time limit; return False if the thread must end."""
+        """Wait until poll(2) reports ``event`` at ``descriptor``, or time is over. Return False if the thread must
+        end.
+        """
         target = self._target.fileno()
         poll = select.poll()
         poll.register(self._stop_reader, 0)

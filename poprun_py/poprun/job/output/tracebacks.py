@@ -72,7 +72,7 @@ class TracebackFilter:
         return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
 
     def finish(self, instance: int) -> bytes:
-        """Return the held-back lines of ``instance``, which prints no more, except messages already shown."""
+        """Return the unfinished traceback of ``instance``, which prints no more; b"" if there is none."""
         self._after.pop(instance, None)
         return self._release(instance)
 

@@ -94,12 +94,12 @@ def html_page(title: str, css: str, body: Iterable[str], script: str) -> str:
 
 
 def _with_title(_class: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return an SVG group's first elements, a title with ``words`` that viewers show, and its attributes: none."""
+    """Return what explains an SVG group: a title element with ``words``, which viewers show, and no attributes."""
     return [element("title", escaped(words))], {}
 
 
 def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
-    """Return no elements, and attributes that let an SVG group get the focus and have the label ``words``."""
+    """Return what explains an SVG group: no elements, and attributes for its focus and label ``words``."""
     return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 

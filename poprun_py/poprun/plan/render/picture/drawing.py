@@ -60,7 +60,7 @@ _SIZES: Final = (
 
 
 def draw(scene: Scene, describe: Description) -> Block:
-    """Return the drawing of ``scene``, the parts of a plan to draw, and a legend; ``describe`` explains groups."""
+    """Return the drawing of ``scene``, the parts of a plan to draw, with a legend; ``describe`` explains parts."""
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
     drawer = _Drawer(scene, sizes, framing(scene), describe)
     picture = drawer.hosts()
@@ -132,7 +132,7 @@ class _Drawer:
     def frames(
         self, class_: str, blocks: Sequence[Block], count: int, padding: int, gap: int, first: int = 0
     ) -> list[Block]:
-        """Return frames around ``count`` of ``blocks`` each; IPU-Link domains are numbered from ``first``."""
+        """Return frames, each around ``count`` of ``blocks``; IPU-Link domains have numbers from ``first`` on."""
         size, space, frames = self.sizes.text, self.sizes.space, []
         top = padding + size + space if class_ == "ild" else padding
         for start in range(0, len(blocks), count):

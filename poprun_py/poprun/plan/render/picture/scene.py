@@ -53,7 +53,7 @@ class Scene:
 
 
 def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int = FOLDED_IPUS) -> Scene:
-    """Return how much of ``plan`` to draw: all, or, of more than ``max_ipus`` IPUs, about ``folded_ipus``."""
+    """Return what to draw: all virtual IPUs of ``plan``; if they are over ``max_ipus``, about ``folded_ipus``."""
     num_ipus = plan.num_replicas * plan.ipus_per_replica
     return Scene(plan, folded_ipus if num_ipus > max_ipus else num_ipus)
 
@@ -83,7 +83,9 @@ class Framing:
 
 
 def framing(scene: Scene) -> Framing:
-    """Return which frames to draw in the picture ``scene``: of IPU-Link domains and of IPU-Machines."""
+    """Return which frames to draw in ``scene``: frames of IPU-Link domains around hosts or instances, and frames
+    of IPU-Machines around instances.
+    """
     plan = scene.plan
     num_hosts, num_domains = len(plan.hosts), plan.num_ilds
     if scene.is_folded or (num_hosts % num_domains and num_domains % num_hosts):
