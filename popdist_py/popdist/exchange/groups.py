@@ -84,7 +84,7 @@ def _numbers_of(header: bytes) -> list[int]:
 
 
 def are_some_preempted(received: Sequence[bytes]) -> bool:
-    """Whether the sender of at least one of the headers ``received`` was asked to end, as by a preemption."""
+    """Whether the sender of at least one of the messages ``received`` was asked to end, as by a preemption."""
     return any(header[_PREEMPTED_AT] for header in received)
 
 
@@ -100,7 +100,7 @@ def as_floats(words: Iterable[int]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def _bytes_of(text: str) -> bytes:
-    """Return ``text``, encoded and padded for a header; cached, because every step sends the same texts."""
+    """Return ``text`` as bytes of fixed length for a header, the message before a collective; cached."""
     return _fit(text.encode()).ljust(TEXT_BYTES, b"\0")
 
 
@@ -161,10 +161,10 @@ class Backend(Protocol):
         """The collectives among the instances of this host, if the job runs on several hosts; otherwise None."""
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
-        """Return the thread for collectives on ``devices``; None if there is none. All instances call this."""
+        """Return the thread that runs collectives on ``devices``; None if the callers' threads run them."""
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
-        """Start to send ``header``, a message of equal length on all instances, to all. Does not wait."""
+        """Start to send ``header``, which is equally long on all instances, to all instances. Does not wait."""
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
         """Combine all instances' flat tensors by ``op`` in place; length, dtype, device type must be equal."""
@@ -182,14 +182,14 @@ class Backend(Protocol):
         """Return a backend for only ``instances``, which include this instance, over the same connections."""
 
     def stop_threads(self) -> None:
-        """End this instance's threads at the process's end; other instances notice nothing. Call nothing later."""
+        """End this backend's threads at the process's end; other instances do not notice. No call may follow."""
 
     def close(self) -> None:
         """Close the connections of this instance; the other instances detect that this instance has left."""
 
 
 def host_group_of(backend: Backend) -> "HostGroup | None":
-    """Return the instances of this host that share memory over ``backend``; None if no memory is shared."""
+    """Return the group of this host's instances that share memory, from ``backend``; None if there is none."""
     return backend.host_group or (
         backend.local_collectives.group if backend.local_collectives is not None else None
     )
@@ -200,7 +200,7 @@ replicas_in_turn: "Final[WeakSet[object]]" = WeakSet()
 
 
 def refuse_in_turn(group: T, caller: str = "a collective of popdist") -> T:
-    """Return ``group``; raise CollectiveError if this instance now computes one of several replicas in turn."""
+    """Return ``group``; raise CollectiveError while this instance computes one of its several replicas."""
     if replicas_in_turn:
         raise CollectiveError(
             f"{caller} within a micro batch of one of several replicas of an instance: call it outside of the "
@@ -221,7 +221,7 @@ def wait_for_first_error() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class PreemptionNotice:
-    """A request to end, because the machine will be taken away; headers pass the request on to all instances."""
+    """A request to end, because the machine will be taken away; collectives pass the request to all instances."""
 
     is_given: bool = False  # whether this process was asked to end
     is_known: bool = False  # whether all instances know of a request; equal on all at one place of a program
@@ -240,14 +240,14 @@ class Exchange:
         self.send_later: Callable[[list[list[int]]], object] | None = None
 
     def finish(self) -> None:
-        """Wait for all headers; send the collective's data if a signal handler's error prevented this before."""
+        """Wait for all headers; then send data whose sending an error of a signal handler has prevented."""
         numbers, send = self.wait(), self.send_later
         self.send_later = None
         if send is not None:
             send(numbers)
 
     def peek(self) -> list[list[int]] | None:
-        """Return the numbers in all instances' headers; None if a header is missing; [] if the texts differ."""
+        """Return the numbers in all instances' headers; None if a header has not come; [] if the texts differ."""
         if self._numbers is not None:
             return self._numbers
         received = self._pending.peek()
@@ -256,7 +256,7 @@ class Exchange:
         return unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
-        """Wait for all instances' headers; return the numbers in each, in instance order. May be repeated."""
+        """Wait for all instances' headers; return the numbers in each, in instance order, in each call."""
         if self._numbers is None:
             progress_page.wait(self._text, self._group.job_numbers)
             try:
@@ -298,7 +298,7 @@ class Group:
         self._ends: list[str] = [] if whole is None else whole._ends  # noqa: SLF001 - its reason for leaving the job
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
-        """Start to send all members a header, a message with the collective's ``text``; return the exchange."""
+        """Start to send a header, a message with the collective's ``text``, to the group; return the exchange."""
         if self._ends:
             raise CollectiveError(f"{text}: {self._ends[0]}")
         for exchange in tuple(self._unfinished):
@@ -317,8 +317,8 @@ class Group:
         return exchange
 
     def limited_to(self, instances: tuple[int, ...]) -> "Group":
-        """Make a group of only the members ``instances``, ascending, over the same connections; headers of such a
-        group contain no preemption notice.
+        """Make a group of only ``instances`` of this group, ascending, over the same connections; the messages
+        before its collectives pass on no request to end.
         """
         is_whole_job = not self.job_numbers and instances == self.instances
         numbers = zip(self.instances, self.job_numbers or self.instances, strict=True)
@@ -326,13 +326,13 @@ class Group:
         return Group(self.backend.subgroup(instances), job_numbers=job_numbers, whole=self)
 
     def name(self, instances: Iterable[int] | None) -> str:
-        """Return the names of the members ``instances`` as text; for None, the names of all members."""
+        """Return the names of the group's instances ``instances`` as text; for None, the names of all."""
         if instances is None:
             return self.backend.names.of(self.instances, max_runs=None)
         return self.backend.names.of(instances)
 
     def agree(self, text: str) -> None:
-        """Wait until all members are in the collective ``text``. Raises CollectiveError if the texts differ."""
+        """Wait until all instances have called the collective ``text``; raise CollectiveError if texts differ."""
         self.start(text).wait()
 
     def run(
@@ -342,7 +342,7 @@ class Group:
         data: Any,
         numbers: Sequence[int] = (),
     ) -> T:
-        """Exchange headers with all members; then return ``send(data, numbers)``, with all headers' numbers."""
+        """Exchange headers with all members; return ``send(data, numbers)`` with the numbers of all headers."""
         self.num_bytes += getattr(data, "nbytes", 0)
         exchange = self.start(text, numbers)
         try:
@@ -379,17 +379,17 @@ class Group:
             raise
 
     def send_before_next(self, send: Callable[[], object]) -> None:
-        """Call ``send`` once, before this group's next exchange of headers: other instances wait for this data."""
+        """Make this group call ``send`` once before its next header exchange: other instances need this data."""
         self._before_next.append(send)
 
     def read_preemption(self, received: Sequence[bytes]) -> None:
-        """Read from the headers of all members whether a member was asked to end, and record the request."""
+        """Read from the messages of all instances whether an instance was asked to end, and record the request."""
         notice = self._notice
         if notice is not None and not notice.is_known and are_some_preempted(received):
             notice.is_known = True
 
     def remove_unfinished(self, exchange: Exchange) -> None:
-        """Remove ``exchange`` from the exchanges for which the next collective must wait, because it has ended."""
+        """Remove ``exchange``, which has ended, from the exchanges for which the next collective must wait."""
         if exchange in self._unfinished:
             self._unfinished.remove(exchange)
 

@@ -74,7 +74,7 @@ class ModelBuffer:
         return now
 
     def set(self, value: Tensor) -> None:
-        """Write ``value`` into the buffer's tensor of the step's start; restore this tensor in the module."""
+        """Write ``value`` into the tensor that the buffer had at the step's start, and restore this tensor."""
         local_part(self.tensor).copy_(value)
         if getattr(self.owner, self.key, None) is not self.tensor:
             setattr(self.owner, self.key, self.tensor)
@@ -112,7 +112,7 @@ def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = Fals
 
 
 def _changed_on_accelerators(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """Return the names of ``pairs`` (a buffer, its copy) that differ; wait for an accelerator once per dtype."""
+    """Return the names of those ``pairs`` (buffer, copy) that differ; wait for an accelerator once per dtype."""
     kinds: dict[Kind, list[str]] = {}
     for name, (now, _) in pairs.items():
         if now.numel():
@@ -231,7 +231,7 @@ class ReplicaBuffers:
         return [it.module for it in _all_models() if it is not self]
 
     def begin_pass(self) -> None:
-        """Copy all models' buffers before a forward pass outside of the micro batches, to find its changes."""
+        """Copy all models' buffers before a forward pass outside of the micro batches, to find later changes."""
         self._begin([], is_checked=False)
         for other in self._idle_models():
             other.remember()
@@ -274,7 +274,7 @@ class ReplicaBuffers:
         self._copies.append(self.store() if has_run else None)
 
     def store(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that the current replica changed; set the buffers to the step's start."""
+        """Return copies of the buffers that the current replica changed; set them back to the step's start."""
         changed = find_changed(self._tracked, all_of_them=self.is_checked)
         if not changed:
             return {}
@@ -317,7 +317,7 @@ class ReplicaBuffers:
         return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
-        """Return the buffers that the step changed: a bit mask of this model's, and the names of other models'."""
+        """Return the buffers that the step changed: this model's as a bit mask, other models' by their names."""
         keys = set().union(*filter(None, self._copies))
         if not keys:
             return 0, []
@@ -401,7 +401,7 @@ class ReplicaBuffers:
         return flat if counts else flat.zero_()
 
     def run_outside(self, forward: Callable[[], R]) -> R:
-        """Call ``forward``, a training pass outside of all micro batches, and save the buffers that it changed."""
+        """Call ``forward``, a training pass outside of all micro batches; copy the buffers that it changed."""
         if not self._outside:
             self._begin([], is_checked=False)
         try:

@@ -85,7 +85,7 @@ def _clip(all_parameters: Sequence[Tensor], max_norm: float, norm_type: float, *
 
 
 def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return each gradient's norm, which one instance computes for all, in the gradient's dtype, on one device."""
+    """Return the norm of each gradient, in the gradient's dtype; one instance computes it and sends it to all."""
     cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     with group.undivided(text):
         group.agree(text)
@@ -172,7 +172,7 @@ def _holders(text: str, parameter: Any) -> list[int]:
 
 
 def _is_counted(parameter: Any, instances: Sequence[int]) -> bool:
-    """Whether this instance adds its part of ``parameter`` to the norm: of equal parts only the first counts."""
+    """Whether this instance adds its part of ``parameter`` to the norm; of equal parts only the first is added."""
     contract = context.environment().contract
     shards = {contract.parallelism.part_of(instance).shard for instance in instances}
     if len(shards) == 1 and contract.replica_part.shard:

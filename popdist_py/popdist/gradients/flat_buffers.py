@@ -117,7 +117,8 @@ class FlatBuffer:
     size: int = 0
 
     def append(self, index: int, parameter: Parameter) -> None:
-        """Reserve elements at the buffer's end for the gradient of ``parameter``, the model's ``index``-th."""
+        """Reserve elements at the end for the gradient of ``parameter``, which is number ``index`` in the model.
+        """
         self.members.append((index, parameter, self.size))
         self.size += -(-num_real_elements(parameter) // ALIGNMENT) * ALIGNMENT
 
@@ -223,7 +224,7 @@ class GradientLayout:
             parameter.grad = None
 
     def make_wide(self, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Return memory for all gradients in float32 or float64: in ``tensors``, or if None in new tensors."""
+        """Return memory for all gradients in float32 or float64: the given ``tensors``, or new tensors if None."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in buffers]
         found = {
@@ -236,7 +237,7 @@ class GradientLayout:
         return FlatGradient(tensors=tensors, slots=slots, slot_of=slot_of)
 
     def make_narrow(self, dtype: torch.dtype, tensors: FlatTensors | None = None) -> FlatGradient:
-        """Return memory for all gradients in a 16-bit ``dtype``: in ``tensors``, or if None in new tensors."""
+        """Return memory for all gradients in a 16-bit ``dtype``: the given ``tensors``, or new tensors if None."""
         buffers = self.flat_buffers
         tensors = tensors or [torch.zeros(it.size, dtype=dtype, device=it.device) for it in buffers]
         return FlatGradient(tensors=tensors, slots=[], slot_of={})
@@ -271,7 +272,7 @@ class GradientLayout:
         return used
 
     def set_gradients(self, source: FlatGradient, used: int) -> None:
-        """Set ``.grad`` of each parameter in the mask ``used`` to its gradient in ``source``, others to None."""
+        """Set ``.grad`` of each parameter in bit mask ``used`` to its gradient in ``source``, others to None."""
         for position, (parameter, slot) in enumerate(zip(self._parameters, source.slots, strict=True)):
             if not used >> position & 1:
                 parameter.grad = None
@@ -396,7 +397,7 @@ class SharedSum:
         return True
 
     def _connect(self) -> bool:
-        """Map all instances' shared memory, make the reductions in it; return False if the host lacks memory."""
+        """Map the shared memory of all instances, and prepare the sums; return False if the host lacks memory."""
         try:
             block = self._host.allocate(self._num_bytes, self._reserved)
         except BackendError:
@@ -423,7 +424,7 @@ class SharedSum:
         self.mine = [self._tensors_in(memory, position) for position, _ in enumerate(self._nodes[self._host.rank])]
 
     def _tensors_in(self, memory: Tensor, position: int) -> FlatTensors:
-        """Return the 1-D tensors of an instance's partial sum ``position``, as views of its shared ``memory``."""
+        """Return the 1-D tensors of an instance's partial sum ``position`` (a number), as views of ``memory``."""
         start, tensors = position * sum(self._stretches), []
         for (size, dtype), num_bytes in zip(self._forms, self._stretches, strict=True):
             tensors.append(memory[start : start + size * dtype.itemsize].view(dtype))

@@ -49,7 +49,7 @@ class KeptGradients(GradientKeeper):
         return 0 if self._early is None else self._early.number
 
     def announce(self, header: Exchange) -> None:
-        """Keep ``header``, the pending exchange that begins the step: before its end no gradient is sent."""
+        """Keep ``header``, the messages that begin the step: before all have come, no gradient is sent."""
         self._has_begun = True
         if self._early is not None:
             self._early.set_header(header)
@@ -95,8 +95,8 @@ class KeptGradients(GradientKeeper):
         self._push(index, room)
 
     def close(self) -> int:
-        """Send the gradients that are left if some were sent in the backward pass. Return how the instances add
-        the step's gradients, as the number ``way`` of `EndHeader`.
+        """Send the gradients that are left if some were sent in the backward pass. Return a number that says how
+        the gradients are added: 0 all now, above 0 only those that each instance needs, below 0 already added.
         """
         self._parts = self._find_parts()
         way = 0 if self._early is None else self._early.close(self._replicas.values)
@@ -118,7 +118,7 @@ class KeptGradients(GradientKeeper):
         return self._memory.room_for(*divmod(index, self._accumulation))
 
     def _push(self, index: int, gradient: FlatGradient) -> None:
-        """Add a micro batch's ``gradient`` to its replica's sum; after the last one, add the sum to the job's."""
+        """Add a micro batch's ``gradient`` to its replica's sum; add a complete sum to the sum over replicas."""
         if self._accumulation > 1:
             own = self._sum_of(index // self._accumulation)
             own.push(gradient)

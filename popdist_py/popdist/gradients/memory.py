@@ -115,7 +115,7 @@ class GradientMemory:
         return shared or self.of_micro_batches.get()
 
     def _shared_for(self, replica: int) -> FlatGradient | None:
-        """Return the shared memory of the sum that begins with ``replica``; None if there is no such memory."""
+        """Return the shared memory for the partial sum that begins with ``replica``; None if there is none."""
         if replica not in self._node_of or not self.shared_rooms:
             return None
         return self.shared_rooms[self._node_of[replica]]
@@ -132,7 +132,8 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum of all instances' ``own``, divided by ``over``; None if the host lacks shared memory."""
+        """Return the sum of ``own`` over all instances, divided by ``over``; None if the host lacks shared memory.
+        """
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None

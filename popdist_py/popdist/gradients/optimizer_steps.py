@@ -35,7 +35,7 @@ def mark_used(parameters: Iterable[Tensor]) -> None:
 
 
 def mark_step(optimizer: Optimizer) -> None:
-    """Record a step, or the end of a closure, of ``optimizer``; mark its parameters' present gradients as used."""
+    """Record that ``optimizer`` has made a step or called its closure; mark its parameters' gradients as used."""
     _optimizers.add(optimizer)
     for group in optimizer.param_groups:
         mark_used(group["params"])
@@ -80,7 +80,7 @@ def digest_of_rates(parameters: Collection[int]) -> int:
 
 
 def mark_reduced(gradient: Any, *, is_reduced: bool = True) -> None:
-    """Mark ``gradient`` as reduced over all replicas by popdist, so equal on all instances; or as not reduced."""
+    """Mark whether popdist has reduced ``gradient`` over all replicas, so that it is equal on all instances."""
     gradient._popdist_reduced = is_reduced  # noqa: SLF001 - an attribute of popdist, not of torch
 
 
@@ -105,7 +105,9 @@ class TrainingLoop:
 
     @contextmanager
     def read_loader(self) -> Iterator[Callable[[], None]]:
-        """A context in which a program reads a loader; yields a function that the loader calls between batches."""
+        """A context in which a program reads a loader. Yields a function that the loader calls between batches:
+        this function ends the program's step if an optimizer has stepped since the last call.
+        """
         num_steps_before = self.num_optimizer_steps
 
         # optimizer.step() is not the end of a step, because the loop updates its own counters before its next
@@ -124,8 +126,9 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """Record that a step of ``model`` begins. If an optimizer stepped after the model's last step, end the
-        loop's step first. Do nothing while a program reads a loader of popdist, which ends the steps itself.
+        """Record that gradients of ``model`` are computed again. If an optimizer has stepped since they were last
+        computed, first end the program's step. While the program reads a loader of popdist, do nothing: the loader
+        ends steps.
         """
         if self._num_open_loaders:
             return
@@ -137,7 +140,7 @@ class TrainingLoop:
         self._begun.add(model)
 
     def end_step(self) -> None:
-        """Record that a step of the loop has ended, and call the function ``on_step_end`` if there is one."""
+        """Record that a step of the program has ended, and call the function ``on_step_end`` if there is one."""
         self.num_step_ends += 1
         self._begun.clear()
         if self.on_step_end is not None:
@@ -170,7 +173,8 @@ def _wrap_closure(
 def with_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return ``step``'s arguments with a closure that calls ``do_after`` at its end; None without a closure."""
+    """Return the arguments of ``step`` with a closure that also calls ``do_after``; None if there is no closure.
+    """
     closure = closure_of(args, kwargs)
     if closure is None:
         return None

@@ -185,7 +185,7 @@ class Overlap:
         return 1 + int.from_bytes(number, "little")
 
     def post_receives(self) -> None:
-        """Post receives for the messages of every bucket, after all instances agreed to send in this step."""
+        """Start to receive the messages of every bucket, after all instances agreed to send in this step."""
         self.channel.wait_until_idle()
         for _, total in chain.from_iterable(self._pieces):
             total.post_receives()
@@ -215,7 +215,7 @@ class Overlap:
         return total
 
     def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
-        """Record which parameters got a gradient; give up early sending if the program changed a sent gradient."""
+        """Record which parameters got a gradient; if a sent gradient was changed later, send no more early."""
         # without a new parameter the program itself has changed a sent gradient, and would do so again
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
@@ -226,7 +226,7 @@ class Overlap:
 
 
 class LastMicroBatch:
-    """The last micro batch of a step on this instance; its gradients are added bucket by bucket to the sums."""
+    """The last micro batch of a step on this instance, whose gradients are added and sent bucket by bucket."""
 
     def __init__(
         self,
@@ -386,7 +386,7 @@ class OverlappedSum:
             self._num_awaited[bucket] -= id(parameter) in self._overlap.expected
 
     def _is_agreed(self) -> bool:
-        """Whether all instances agreed to send the same gradients early; the first True posts the receives."""
+        """Whether all instances agreed to send the same gradients early; when True at first, start to receive."""
         if self._weight_scale is None and self._announced is not None and not self._is_refused:
             numbers = self._announced.peek()
             if numbers is not None:

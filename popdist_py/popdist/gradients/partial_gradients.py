@@ -72,7 +72,7 @@ class GradientElsewhere(Tensor):
 
 
 def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
-    """Return ``value`` with an ordinary tensor for each GradientElsewhere; append the tensors to ``wholes``."""
+    """Return ``value``, an argument, with whole gradients for gradients elsewhere; add these to ``wholes``."""
     if isinstance(value, dict):
         return {key: with_wholes(it, wholes) for key, it in value.items()}
     if isinstance(value, list | tuple):
@@ -152,7 +152,7 @@ class PartialGradient(GradientElsewhere):
     def unscale(
         cls, unscaler: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     ) -> None:
-        """Divide ``gradients`` by a GradScaler's scale; NaN or infinity on one instance sets all ``found_inf``."""
+        """Divide ``gradients`` by a GradScaler's scale; set all instances' ``found_inf`` at NaN or infinity."""
         parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
         group = parts[0]._step.group  # noqa: SLF001 - the attribute belongs to the same class
         text = f"unscale {len(gradients)} gradients, look for NaN and infinity"

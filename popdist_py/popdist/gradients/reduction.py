@@ -76,14 +76,14 @@ class GradientKeeper:
         return 0
 
     def announce(self, header: Exchange) -> None:
-        """Keep ``header``, the pending exchange that begins the step: before its end no gradient is sent."""
+        """Keep ``header``, the messages that begin the step: before all have come, no gradient is sent."""
 
     def begin_micro_batch(self, index: int, weight: float) -> None:
         """Begin micro batch ``index`` of this instance; ``weight`` is the factor of its gradient in the mean."""
         raise NotImplementedError
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Use the gradient just accumulated in ``parameter.grad``, if ``awaited`` has the parameter's ``id()``."""
+        """Handle the new gradient in ``parameter.grad``, if ``awaited`` contains the parameter's ``id()``."""
 
     def add(self, index: int, weight: float, scale: float) -> None:
         """Add the gradients that micro batch ``index`` left in ``.grad``, times ``weight / scale``, to the sum."""
@@ -96,7 +96,7 @@ class GradientKeeper:
         """Handle the gradients that are still in ``.grad``; called when the step's last micro batch has ended."""
 
     def close(self) -> int:
-        """Return how the instances add the step's gradients, as the number ``way`` of `EndHeader`."""
+        """Return how gradients are added: 0 at the end, above 0 only needed parts, below 0 already done."""
         return 0
 
     def finish(self, over: float, used: int, way: int) -> None:
@@ -111,7 +111,7 @@ class GradientKeeper:
 
 
 class StepAgreement:
-    """The messages of all instances in one step, which begins, and is then finished or, by an error, abandoned."""
+    """The messages by which all instances begin and finish one step together, or abandon it after an error."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class StepAgreement:
             self._old.drop_unless_added(number_of, add=self._adds, name=self.group.name)
 
     def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
-        """Return the gradients' divisor: for a mean, the sum of ``weights`` over :meth:`weight_scale`; else 1."""
+        """Return the gradients' divisor: for a mean, the sum of ``weights`` / :meth:`weight_scale`; else 1."""
         total = total_weight(self.layout, tuple(map(tuple, weights)))
         if reduction == "sum":
             return 1.0
@@ -276,7 +276,7 @@ class StepAgreement:
         keeper.end()
 
     def abandon(self) -> None:
-        """Tell the other instances, if they await this step's end, that the step has failed here. Never raises."""
+        """Send the other instances, if they wait for the step's end, that it has failed here. Never raises."""
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
@@ -300,7 +300,7 @@ class StepAgreement:
     def _exchange_ends(
         self, state: str, way: int, words: Sequence[int], changes: StepChanges = NO_CHANGES
     ) -> tuple[list[EndHeader], list[list[int]]]:
-        """Exchange the messages that end the step; return the `EndHeader` and the ``words`` of each instance."""
+        """Exchange the messages that end the step; return each instance's `EndHeader` and further numbers."""
         size = len(EndHeader._fields)
         numbers = self._start_end(state, way, words, changes).wait()
         return [EndHeader._make(it[:size]) for it in numbers], [it[size:] for it in numbers]
@@ -360,7 +360,7 @@ def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) ->
 
 
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:
-    """Tell all instances, when they begin a step, that this instance cannot make it. Never raises."""
+    """Tell all instances, when they begin a step, that this instance cannot make the step. Never raises."""
     with suppress(PopdistError):
         header = BeginHeader(heaviest=as_words([refusal])[0])
         group.start(_title(accumulation, add=add), header).wait(ABANDON_SECONDS)
@@ -387,7 +387,7 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
 
 
 def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchError:
-    """Let ``instances`` raise their errors first; return an error that says that ``instances`` failed the step."""
+    """Wait until ``instances`` have raised errors first; return an error: ``instances`` have failed the step."""
     wait_for_first_error()
     return MicroBatchError(
         f"{group.name(instances)} {reason}, so this step has no gradient on any instance; if all instances "

@@ -155,7 +155,7 @@ def group_by_kind(tensors: Sequence[Sharded]) -> list[list[Sharded]]:
 
 
 def in_rounds(runs: Sequence[Run], width: int) -> list[list[Run]]:
-    """Cut ``runs``, ranges or flat tensors, into lists with ``width`` elements each; the last may have fewer."""
+    """Cut ``runs``, ranges or flat tensors, into rounds: lists of ``width`` elements; the last may have fewer."""
     rounds: list[list[Run]] = []
     room = 0
     for run in runs:

@@ -42,7 +42,7 @@ NOT_DEALT: Final = -1
 
 
 class BatchPosition(NamedTuple):
-    """The position of a batch in a loader of popdist; for a program's own batch, ``epoch`` is ``NOT_DEALT``."""
+    """A batch's place in a loader of popdist, epoch and end; for other batches ``epoch`` is ``NOT_DEALT``."""
 
     epoch: int = NOT_DEALT
     stop: int = 0
@@ -126,7 +126,7 @@ class StepChecks:
         return None
 
     def begin_loop(self) -> None:
-        """Begin to compare, in a loop over micro batches, module buffers that belong to no wrapped model."""
+        """Begin to watch, in a loop over micro batches, the buffers of modules that no wrapped model has."""
 
     def end_loop(self, *, is_complete: bool) -> None:
         """Stop watching buffers outside of wrapped models; after a complete loop, warn of changed buffers."""
@@ -139,7 +139,7 @@ class ModelChecks:
     """The checks of the steps of one model. This base class checks nothing."""
 
     def begin_step(self, batch: object = None) -> StepChecks:
-        """Return the checks of the step that begins; ``batch`` is None for a step without a whole batch."""
+        """Return the checks of the step that begins; ``batch`` is None if micro batches come one by one."""
         del batch
         return NO_CHECKS
 
@@ -284,7 +284,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def raise_fault(group: Group, fault: str | None) -> None:
-    """Raise WeightsError on all instances, with the ``fault`` of the first that has one; all must call this."""
+    """Raise WeightsError on all instances with the first instance's ``fault`` that is not None; all call this."""
     received = gather_bytes(group, "exchange what is wrong", (fault or "").encode())
     faults = {instance: data.decode() for instance, data in zip(group.instances, received, strict=True) if data}
     raise WeightsError(f"{next(iter(faults.values()))} (found on {group.name(faults)})")

@@ -96,7 +96,7 @@ class StoredGradient(GradientElsewhere):
 
     @classmethod
     def compute(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record ``func``, to run it later, if it changes a gradient by numbers; else load gradients first."""
+        """Record the operator ``func`` if it only changes a gradient by numbers; else run it on loaded data."""
         name = func.overloadpacket.__name__
         if isinstance(args[0], StoredGradient):
             gradient = args[0]
@@ -158,7 +158,7 @@ def _refuse(name: str, gradient: StoredGradient) -> None:
 
 
 def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
-    """Return ``result`` with views of gradients made read-only: the store would not get a change of a view."""
+    """Return ``result`` with read-only views of gradients: a changed view would not change the gradient."""
     if isinstance(result, list | tuple):
         return type(result)(_without_changes(it, wholes, name) for it in result)
     places = {local_part(whole).untyped_storage().data_ptr() for whole in wholes if whole.numel()}
@@ -168,8 +168,8 @@ def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
 
 
 def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:
-    """Return a stand-in for a gradient that the backward pass has used; reading the stand-in raises an error.
-    Return None if this torch lacks wrapper tensors.
+    """Return a stand-in for a gradient that has updated ``parameter`` in the backward pass; reading the stand-in
+    raises an error. Return None if this torch lacks wrapper tensors.
     """
     return StoredGradient(parameter, _Source(title, None)) if torch_private.has_wrapper_tensors else None
 

@@ -262,7 +262,7 @@ class Contract:
         return {name: env[name] for name in names if name in env}
 
     def shaped(self, env: Mapping[str, str]) -> Self:
-        """Return this job of another launcher with the number of replicas that poprun's variables give."""
+        """Return this job, which another launcher started, with the number of replicas in poprun's variables."""
         if NUM_REPLICAS not in env:
             return self
         num_replicas, parallelism = read_count(env, NUM_REPLICAS), read_parallelism(env)

@@ -114,7 +114,7 @@ class ReplicaPart:
 
 
 def part(row: range, index: int, num_parts: int) -> range:
-    """Cut ``row``, a range of numbers, into ``num_parts`` parts, and return part ``index``; it may be empty."""
+    """Cut the range ``row`` into ``num_parts`` parts, and return the part with the ``index``; it may be empty."""
     return parts(row, range(index, index + 1), num_parts)
 
 

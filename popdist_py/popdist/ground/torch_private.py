@@ -109,7 +109,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def skip_tracing(function: F) -> F:
-    """Make torch.compile not trace ``function``, like ``torch.compiler.disable``, but without the compiler."""
+    """Make torch.compile not trace ``function``; unlike ``torch.compiler.disable``, do not import the compiler."""
     if _set_code_exec_strategy is None or _strategy is None:
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
     strategy = _strategy()
@@ -128,7 +128,7 @@ def is_caller_the_engine(function_frame: FrameType | None) -> bool:
 
 
 def caller_of(function_frame: FrameType) -> FrameType | None:
-    """Return the frame that called a function, without the frames that :func:`skip_tracing` puts between."""
+    """Return the frame that called the function of a frame; skip the frames of :func:`skip_tracing`."""
     caller = function_frame.f_back
     while (
         caller is not None and caller.f_globals.get("__name__") == "torch._dynamo.eval_frame"

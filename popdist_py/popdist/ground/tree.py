@@ -71,7 +71,7 @@ class TreeSum(Generic[T]):
 
     @property
     def nodes(self) -> dict[Node, T]:
-        """The kept sums by node, left to right, with the :func:`aligned_nodes` of all items pushed so far."""
+        """The kept sums, by node from left to right: the :func:`aligned_nodes` of all items pushed so far."""
         return {Node(*place): value for place, value in self._held}
 
     @property
@@ -86,7 +86,7 @@ class TreeSum(Generic[T]):
         return value
 
     def of_part(self, part: Callable[[T], S], add: Callable[[S, S], S]) -> "TreeSum[S]":
-        """Return a new sum of ``part(value)`` of each kept sum, at the same position; this sum stays unchanged."""
+        """Return a new sum at the same position that keeps ``part(value)`` for each value that this sum keeps."""
         tree = TreeSum(self._n, add, start=self._position)
         tree._held = [(place, part(value)) for place, value in self._held]
         return tree

@@ -140,7 +140,7 @@ def barrier() -> None:
 
 
 def _refuse(text: str, fault: str | None) -> None:
-    """Raise CollectiveError here and on the other instances because of ``fault``; do nothing if it is None."""
+    """Raise CollectiveError on all instances because of ``fault``; do nothing if ``fault`` is None."""
     if fault is None:
         return
     group = current_group()
@@ -245,7 +245,7 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
 
 
 def send_bytes(group: Group, data: bytes, num_bytes: int, root: int) -> bytes:
-    """Send ``data`` of instance ``root`` to all instances, and return it; all must know its size ``num_bytes``."""
+    """Send ``data`` of instance ``root`` to all instances, and return the bytes; all pass their ``num_bytes``."""
     message = _message_of(group, data if group.backend.instance_index == root else b"", num_bytes)
     group.backend.broadcast(message, root)
     return message.cpu().numpy().tobytes()
@@ -294,7 +294,7 @@ def _message_of(group: Group, data: bytes, num_bytes: int) -> Tensor:
 
 
 def _encode(value: object) -> tuple[bytes, str | None]:
-    """Return JSON bytes of ``value``, and None; if JSON cannot contain ``value``, no bytes, and the reason."""
+    """Return ``value`` as JSON bytes, and None; if JSON cannot contain ``value``, no bytes and the reason."""
     try:
         return json.dumps(value, allow_nan=False).encode(), None
     except (TypeError, ValueError, RecursionError) as error:
@@ -351,7 +351,9 @@ def of_each_replica(group: Group, brought: Sequence[bool]) -> list[int]:
 
 
 def _gather(group: Group, own_rows: Tensor | None, received: list[list[int]], places: list[int]) -> Tensor:
-    """Return as one tensor the rows of the instances at indices ``places``; ``received`` describes all rows."""
+    """Gather the rows of the instances whose indices in ``group`` are ``places``, as one tensor. ``received`` has
+    the number, the dtype and the shape of each instance's rows.
+    """
     brought = [kind for kind in received if kind]
     if not brought:
         return torch.empty(0, dtype=torch.float32, device="cpu")

@@ -75,7 +75,7 @@ _state = _ProcessState()
 
 
 def environment() -> Environment:
-    """Return the job that this process is in, as the environment describes; ``init()`` is not needed."""
+    """Return the job that this process is in, as environment variables describe it; ``init()`` is not needed."""
     if _state.job is not None:
         return _state.job.environment
     progress_page.join()
@@ -116,7 +116,7 @@ def notice() -> PreemptionNotice:
 
 @contextmanager
 def limited_to(members: tuple[int, ...]) -> Iterator[None]:
-    """A context in which collectives include only ``members``: instances, or replicas if replicas are shared."""
+    """A context in which collectives include only ``members``: instances, or replicas if instances share them."""
     job = current_job()
     outer, outer_part = job.group, job.data_parallel
     size = job.environment.contract.parallelism.instances_per_replica
@@ -204,7 +204,7 @@ def _name_of_instance(contract: Contract) -> str:
 
 
 def _join_job(found: Environment, asked: Asked) -> Job:
-    """Connect with the other instances, check that all gave ``init()`` the same arguments; return the job."""
+    """Connect with the other instances; check that all passed equal arguments to ``init()``; return the job."""
     backend, timeout_seconds, checks, torch_distributed = asked
     computes = _prepare_arithmetic(found.contract)
     progress_page.wait("init()")
@@ -297,7 +297,7 @@ def ensure_init() -> None:
 
 
 def _prepare_arithmetic(contract: Contract) -> str:
-    """Set torch's threads and algorithms as ``contract`` says; return text that all instances must have alike."""
+    """Set torch's threads and algorithms as the job's ``contract`` says; return text to compare instances."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
     import_module("popdist.ground.installation.needs_torch")
@@ -357,7 +357,7 @@ def _connect_members(
     backend: str | None,
     timeout_seconds: float,
 ) -> "Backend":
-    """Connect the instances with the names ``names``, of which this is number ``index``; return the backend."""
+    """Connect the instances ``names``, of which number ``index`` is this instance; return the backend."""
     from popdist.exchange.transport import rendezvous, torch_backend
     from popdist.exchange.transport.connections import Connections
 
@@ -460,7 +460,7 @@ def local_instance_index() -> int:
 
 
 def job_id() -> str:
-    """Return the name of the job, equal on all its instances: for folders of runs, logs and trackers.
+    """Return the name of the job, equal on all its instances: for folders of runs, logs and experiment trackers.
 
     Under poprun the name is ``POPDIST_JOB_ID``: the value set by the caller, so that a job that is started again
     can keep its name, otherwise a new random name. Empty under other launchers and outside a job.

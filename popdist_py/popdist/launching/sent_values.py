@@ -136,14 +136,14 @@ def _made_again(kind: type[Exception], args: tuple[object, ...], attributes: Map
 
 
 def load_outcome(folder: Path, instance: int) -> Outcome | None:
-    """Return the outcome of the function on ``instance``; None if the process was killed or has not ended."""
+    """Return the launched function's outcome on ``instance``; None if the process was killed or has not ended."""
     path = outcome_path(folder, instance)
     outcome: Outcome | None = pickle.loads(path.read_bytes()) if path.exists() else None
     return outcome
 
 
 def outcome_path(folder: Path, instance: int) -> Path:
-    """Return the path of the file in ``folder`` with the function's outcome on ``instance``."""
+    """Return the path of the file in ``folder`` with the launched function's outcome on ``instance``."""
     return folder / f"outcome-{instance}.pickle"
 
 

@@ -16,7 +16,8 @@ __all__ = ["Device", "configureSessionOptions", "getDevice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The index of this instance's device on its host and the number of the instance's virtual IPUs, for PopART.
+    """The index of this instance's device on its host, and the number of its virtual IPUs (cores or GPUs), for
+    PopART.
 
     Attributes:
         id: Number of the device on its host.

@@ -224,7 +224,7 @@ class Recording:
             self._finish(PROFILES_ITSELF)
 
     def _finish(self, problem: str) -> None:
-        """Stop recording, and write facts for poprun, such as the text ``problem``, to a file."""
+        """Stop recording, and write a file that gives poprun the number of steps and the text ``problem``."""
         self._is_over = True
         if self._forward_hook is not None:  # because the hook would slow down every call of a module
             self._forward_hook.remove()

@@ -66,7 +66,7 @@ def announce_lone_training(descriptor: int) -> None:
 
 
 def announce_recorder(descriptor: int, recorder: int) -> None:
-    """Report to poprun, in memory that poprun reads, the descriptor to ask torch's recorder of collectives."""
+    """Write for poprun, in memory that poprun reads, the descriptor for asking torch's recorder of collectives."""
     os.pwrite(descriptor, recorder.to_bytes(RECORDER_BYTES, sys.byteorder), RECORDER_AT)
 
 

@@ -51,7 +51,7 @@ LINE_BYTES: Final = 64
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """Return the index pairs (left, right) of ``nodes`` to add, in the order that the tree of additions fixes."""
+    """Return the pairs (left, right) of indices of ``nodes``, partial sums, in the order of their additions."""
     pairs: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
@@ -69,14 +69,14 @@ def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
-    """Return the range of the ``num_elements`` that ``rank`` adds for all ``size`` ranks; it may be empty."""
+    """Return the indices, below ``num_elements``, of the elements that rank ``rank`` adds; may be empty."""
     unit = max(1, LINE_BYTES // element_bytes)
     width = -(-num_elements // (size * unit)) * unit
     return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
 
 
 def blocks(elements: range, element_bytes: int, num_rows: int) -> Iterator[slice]:
-    """Yield the range ``elements`` as slices so short that ``num_rows`` rows fit the processor's cache."""
+    """Yield the range ``elements`` in slices; ``num_rows`` rows of one slice together fit the CPU's cache."""
     width = max(CACHED_BYTES // num_rows, LEAST_BYTES) // LINE_BYTES * LINE_BYTES // element_bytes
     for start in range(elements.start, elements.stop, width):
         yield slice(start, min(start + width, elements.stop))
@@ -95,7 +95,7 @@ _COMBINERS: Final[dict[Op, Combine]] = {
 
 
 def combiner(op: Op, dtype: torch.dtype) -> Combine:
-    """Return the function ``f(a, b, out=c)`` for ``op``. Raises ValueError if ``op`` cannot combine ``dtype``."""
+    """Return torch's function that combines two tensors by ``op``; raise ValueError if ``dtype`` does not fit."""
     if op == "mean" and not dtype.is_floating_point:
         raise ValueError(f"a mean of {dtype} is no {dtype}")
     if dtype == torch.bool:  # sum means "or", product means "and"
@@ -104,7 +104,7 @@ def combiner(op: Op, dtype: torch.dtype) -> Combine:
 
 
 def combine_in_place(combine: Combine, rows: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> Tensor:
-    """Combine the tensors ``rows`` in the order of ``pairs``, in the same memory; return the row of the result."""
+    """Combine the tensors ``rows`` in place, pair by pair, as ``pairs`` says; return the row with the result."""
     for left, right in pairs:
         combine(rows[left], rows[right], out=rows[left])
     return rows[0]
@@ -116,7 +116,7 @@ def is_widened(op: Op, dtype: torch.dtype) -> bool:
 
 
 def sum_of(dtype: torch.dtype) -> Op:
-    """Return ``sum`` to add gradients of ``dtype``; for half dtypes ``rounded sum``, which rounds partial sums."""
+    """Return the operation that adds gradients of ``dtype``: ``rounded sum`` for half dtypes, else ``sum``."""
     return "rounded sum" if dtype in HALVES else "sum"
 
 
@@ -194,7 +194,7 @@ class Reduction:
         self._barriers.wait(self._purpose, timeout_seconds)
 
     def finish(self, reason: int) -> None:
-        """Combine the rows after a barrier at which all ranks wrote their rows: the second part of :meth:`run`."""
+        """Combine the rows, which all ranks have written before a barrier; then wait at a second barrier."""
         self._combine_share(self._divisor or 1)
         self._barriers.wait(reason)
 

@@ -30,7 +30,7 @@ Fence = Callable[[], None]
 
 
 def make_fence(machine: str | None = None) -> Fence | None:
-    """Return a fence that keeps writes to memory in order for other processes; None if the processor does this."""
+    """Return a function that makes other processes see writes in order; None if the processor orders writes."""
     name = platform.machine() if machine is None else machine
     return None if name in _STORES_IN_ORDER else membarrier()
 
@@ -125,7 +125,7 @@ class Barriers:
                 raise CollectiveError(self._disagreement(place))
 
     def of_part(self, ranks: Sequence[int], pages: Sequence[Words], watch: "ProcessWatch") -> "Barriers":
-        """Return barriers for only ``ranks``, which include this rank; ``pages`` are these ranks' shared pages."""
+        """Return barriers for only ``ranks``, with this rank; ``pages`` has each rank's memory for barriers."""
         members = tuple(self._names.members[rank] for rank in ranks)
         return Barriers(
             pages,
@@ -152,7 +152,8 @@ class Barriers:
         return self._names.of(ranks)
 
     def fail(self, reason: str) -> None:
-        """Make all later barriers of this rank raise an error with ``reason``; other ranks stop waiting for it."""
+        """End this rank's part in barriers: its later barriers raise an error with ``reason``, others do not wait.
+        """
         if self.failure is None:
             self.failure = reason
             self._mine[STATE] = GAVE_UP
@@ -183,8 +184,8 @@ class Barriers:
             self._fence()
 
     def wait_for(self, ranks: Sequence[int], is_done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait until ``is_done()``, which the ranks ``ranks`` bring about; return False after ``timeout_seconds``.
-        Raises BackendError if a rank in ``ranks`` was lost, or all have left.
+        """Wait for ``ranks`` until ``is_done()``, and return True; return False after ``timeout_seconds``. Raises
+        BackendError if one of these ranks was lost, or if all of them have left.
         """
 
         def missing() -> list[int]:
@@ -199,7 +200,7 @@ class Barriers:
         self._check_awaited(lambda: list(ranks))
 
     def _wait_for_counter(self, words: Words, number: int, timeout_seconds: float | None) -> None:
-        """Wait until the rank with the page ``words`` is at barrier ``number``; raise BackendError if too late."""
+        """Wait until the rank whose memory is ``words`` is at barrier ``number``; raise BackendError if late."""
         for _ in self._reads:
             if words[COUNTER] >= number:
                 return
@@ -243,7 +244,7 @@ class Barriers:
         return [rank for rank, page in enumerate(self.pages) if page[COUNTER] < number]
 
     def _check_awaited(self, missing: Callable[[], list[int]]) -> None:
-        """Raise BackendError if an awaited rank, one of ``missing()``, is lost, or if this rank has failed."""
+        """Raise BackendError if a rank in ``missing()``, which is awaited, is lost, or if this rank has failed."""
         self.raise_failure()
         awaited, states = missing(), [page[STATE] for page in self.pages]
         gone = {*self._watch.ended(awaited), *(rank for rank in awaited if states[rank] == HAS_LEFT)}
@@ -402,7 +403,7 @@ def is_crowded(pids: Collection[int]) -> bool:
 
 
 class CrowdedYields:
-    """The time that a wait spends in sched_yield() if cores are too few; 0 for some waits after a long wait."""
+    """The time for which a waiting process calls sched_yield() before it sleeps, if there are too few cores."""
 
     def __init__(self) -> None:
         self._distrust = self._num_sleeps = 0  # next to a computing process a yield takes a whole time slice
@@ -415,7 +416,7 @@ class CrowdedYields:
         return 0.0
 
     def record_wait(self, waited_seconds: float) -> None:
-        """Record how long a wait that began with yields took; after a long wait, the next waits sleep at once."""
+        """Record how long a wait with sched_yield() took; after a long wait, the next waits sleep at once."""
         if waited_seconds < LONGEST_YIELD_SECONDS:
             self._distrust = max(self._distrust - 1, 0)
         else:
@@ -433,7 +434,7 @@ class ProcessWatch:
                 self._descriptors[key] = os.pidfd_open(pid)
 
     def ended(self, keys: Iterable[int]) -> list[int]:
-        """Return the members of ``keys``, the ranks by which processes are watched, whose processes have ended."""
+        """Return those ranks in ``keys`` whose processes have ended."""
         by_descriptor = {self._descriptors[key]: key for key in keys if key in self._descriptors}
         poll = select.poll()
         for descriptor in by_descriptor:

@@ -65,14 +65,14 @@ class Slots:
             self._views.clear()
 
     def fit_parts(self, num_bytes: int) -> int:
-        """Enlarge the buffers to ``num_bytes`` for each other rank if possible; return the bytes for one rank."""
+        """Enlarge the buffers, if possible, to ``num_bytes`` per other rank; return the bytes per other rank."""
         num_others = self._group.size - 1
         self.fit(num_bytes * num_others)
         return self.num_bytes // num_others // LINE_BYTES * LINE_BYTES
 
     @property
     def whole_bytes(self) -> int:
-        """Maximum number of bytes of a tensor of which every rank adds all elements, after a single barrier."""
+        """Maximum number of bytes of a tensor that each rank adds as a whole, which needs only one barrier."""
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
     def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
@@ -401,5 +401,5 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _cut(tensor: Tensor, width: int) -> Sequence[Tensor]:
-    """Return ``tensor`` in pieces of ``width`` elements; the last may be shorter; an empty tensor is one piece."""
+    """Return ``tensor`` in pieces of ``width`` elements, the last may be shorter; no elements make one piece."""
     return tensor.split(width) if len(tensor) > width else (tensor,)

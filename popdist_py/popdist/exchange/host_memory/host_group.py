@@ -112,14 +112,14 @@ class HostGroup:
         return self._segment.num_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Reserve ``num_bytes`` of this rank's shared memory until no view of them exists. Waits for no rank."""
+        """Reserve ``num_bytes`` of this rank's shared memory until no tensor uses them. Waits for no rank."""
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
 
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
-        """Make a group of only ``ranks``, on their pages: ``page`` is this rank's page. Waits for no rank."""
+        """Make a group of only ``ranks``; ``page`` and ``offsets`` are its barriers' memory. Waits for no rank."""
         places = zip(ranks, offsets, strict=True)
         pages = [
             page.row if other == self.rank else self.map(other, offset, PAGE_BYTES) for other, offset in places
@@ -163,7 +163,7 @@ class HostGroup:
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
 
     def open_file(self, rank: int, descriptor: int) -> int:
-        """Open the memory file ``descriptor`` of ``rank``; return a descriptor here. Raises OSError on failure."""
+        """Open the memory file that ``rank`` has open as ``descriptor``; return a descriptor or raise OSError."""
         return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
@@ -221,7 +221,7 @@ class ShortMessages:
         self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
     def send(self, ranks: Collection[int], message: bytes) -> list[int]:
-        """Send ``message`` to ``ranks``; return the number of each rank's answer, for :meth:`receive`."""
+        """Send ``message`` to ``ranks``; return for each rank the number of its answer, for :meth:`receive`."""
         barriers = self._barriers
         barriers.raise_failure()
         for rank in ranks:
@@ -266,7 +266,7 @@ class ShortMessages:
 
 
 def _halves(box: memoryview) -> tuple[memoryview, memoryview]:
-    """Return the two places for messages in ``box``, shared memory that begins with a counter of messages."""
+    """Return the memory of two messages in ``box``, shared memory that begins with a counter of messages."""
     middle = (_COUNTER_BYTES + len(box)) // 2
     return box[_COUNTER_BYTES:middle], box[middle:]
 

@@ -75,8 +75,8 @@ class InPlace:
         """For each kind of collective, how many consecutive calls were not in place; equal on all ranks."""
 
     def agree(self, tensor: Tensor | None, reason: int, may_move: MayMove | None = None) -> Places | None:
-        """Exchange, at a barrier, where each rank's tensor is in shared memory; return these places. Return None
-        if a tensor is not there; after many such calls of one kind, only some calls ask.
+        """Exchange with all ranks where in shared memory each rank's tensor is; return these places, or None if a
+        tensor is not there. After many such failures of equal calls, most calls return None without an exchange.
         """
         num_refusals = self._num_refusals.pop(reason, 0)
         if num_refusals > _MANY_REFUSALS and num_refusals % _MANY_REFUSALS:
@@ -99,7 +99,8 @@ class InPlace:
         )
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return all ranks' tensors at ``places`` in shared memory, as flat tensors of ``num_bytes`` bytes."""
+        """Return all ranks' tensors, whose places in shared memory are ``places``, as flat tensors of ``dtype``.
+        """
         memories = []
         for rank, place in enumerate(places):
             start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
@@ -107,7 +108,7 @@ class InPlace:
         return memories
 
     def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
-        """Return the reduction by ``op`` of all ranks' tensors, which are in shared memory at ``places``."""
+        """Return the reduction by ``op`` of all ranks' tensors, whose places in shared memory are ``places``."""
         key = (places, op, tensor.dtype, tensor.numel())
         if key not in self._prepared:
             if len(self._prepared) >= _MOST_PREPARED:
@@ -142,14 +143,14 @@ class InPlace:
         return self._can_map and self._num_shared[self._group.rank] < _MOST_NUMBERS - 1
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
-        """Whether torch can move ``storage``, and an earlier call used ``storage`` with the same length."""
+        """Whether torch can move ``storage``, and ``storage`` is used again: an earlier call has used it too."""
         if not torch_private.can_swap_memory or not storage.resizable() or not self._may_share():
             return False  # numpy and other users of the address have made the storage not resizable
         length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()
         return length_before == storage.nbytes()
 
     def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
-        """Map the ranks' new storages on all ranks; return False on all ranks if this has failed on a rank."""
+        """Make each rank map the others' new storages; return False on all ranks if a rank could not do this."""
         self._unmap_gone()
         rank = self._group.rank
         new = [other for other, place in enumerate(posted) if place & _NEW]
@@ -175,7 +176,7 @@ class InPlace:
         return True
 
     def _file_of(self, tensor: Tensor) -> SharedStorage | None:
-        """Return the memory file of ``tensor``'s storage, after moving it there if needed; None on failure."""
+        """Return the memory file of ``tensor``'s storage; first move the storage if needed. None on failure."""
         storage = tensor.untyped_storage()
         if shared_storages.find(storage) is None:
             self._seen.pop(storage, None)

@@ -226,7 +226,7 @@ class Sent:
 
 
 class Receipt:
-    """A request to receive one message; ``source`` is the rank that has sent the message, -1 before."""
+    """A request to receive one message; ``source`` is the rank that sent the message, -1 before it has come."""
 
     def __init__(
         self, messages: Messages, into: Tensor, sources: Sequence[int], tag: int, finish: Callable[[], None]

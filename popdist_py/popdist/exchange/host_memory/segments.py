@@ -60,7 +60,7 @@ def as_words(row: Tensor) -> memoryview:
 
 
 class Segment:
-    """A memory file of this process that others map, and that only grows. Raises BackendError on failure."""
+    """A memory file of this process that other processes map; it only grows. Raises BackendError on failure."""
 
     def __init__(self) -> None:
         self.descriptor, self._num_bytes, self._owner = -1, 0, os.getpid()
@@ -228,7 +228,7 @@ class SegmentExchange:
                         served.add(_RANK.unpack(rank_bytes)[0])
 
     def _receive(self, connection: socket.socket, token: str) -> PeerSegment | None:
-        """Return the file that comes over ``connection``; None if it lacks the sender's random ``token``."""
+        """Return the file that comes over ``connection``; None if the file lacks the sender's random ``token``."""
         try:
             connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -278,7 +278,7 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def _checked(descriptor: int, pid: int, token: str) -> PeerSegment | None:
-    """Return the memory file ``descriptor``; None if another user owns it, or if it lacks the rank's ``token``."""
+    """Return the open file ``descriptor`` of a rank; None if another user owns the file, or it lacks ``token``."""
     try:  # the token came through torch's store, into which every user of the machine can write
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError

@@ -163,7 +163,7 @@ class GroupCalls:
         return self._do(_all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
 
     def barrier(self, opts: Options) -> Work:
-        """Wait until all ranks of the process group are in this call; return the ``Work`` to wait for."""
+        """Start a barrier of all ranks; return its ``Work``, which is done when all ranks have called this."""
         return self._do(_barrier, opts, [], seconds(opts.timeout))
 
 
@@ -202,7 +202,7 @@ def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors:
 def _reduce_scatter(
     host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
 ) -> None:
-    """Combine into ``outputs[i]`` the tensors that all ranks' ``inputs[i]`` have for this rank."""
+    """Combine this rank's tensors, one of each rank's list ``inputs[i]``, into ``outputs[i]``, for every *i*."""
     for output, row in zip(outputs, inputs, strict=True):
         place = place_of(output)
         host.reduce_scatter(place, [_apart(flat_values(tensor), [place], place) for tensor in row], op)
@@ -280,20 +280,20 @@ def _is_run(tensor: Tensor) -> bool:
 
 
 def _run(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as a flat tensor of stride 1; ``view()`` would give one element any stride."""
+    """Return a contiguous tensor as a flat tensor of stride 1; ``view()`` may give one element another stride."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy results from ``places`` into the ``tensors`` for which :func:`place_of` made other memory."""
+    """Copy the results in ``places`` to those of ``tensors`` for which :func:`place_of` made other memory."""
     for tensor, place in zip(tensors, places, strict=True):
         if not _is_run(tensor):
             tensor.copy_(place.view(tensor.shape))
 
 
 def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = None) -> Tensor:
-    """Return ``tensor``; return a copy if ``tensor`` shares memory with one of ``outputs``, unless the memory is
-    ``allowed``, memory that is read before it is written.
+    """Return ``tensor``, or a copy if ``tensor`` shares memory with one of ``outputs``. No copy is needed for
+    exactly the memory of ``allowed``, because that memory is read before it is written.
     """
     if allowed is not None and (tensor.data_ptr(), tensor.nbytes) == (allowed.data_ptr(), allowed.nbytes):
         return tensor
@@ -308,7 +308,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-    """Reduce and scatter ``inputs`` by a backend of torch; return the ``Work``, finished for several inputs."""
+    """Reduce and scatter ``inputs`` by torch's ``backend``; return the ``Work``, done if inputs are several."""
     call = torch_private_groups.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
     if len(works) == 1:
@@ -319,13 +319,13 @@ def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Optio
 
 
 def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:
-    """Return for each rank the list of its parts in the gathered ``outputs``; for one rank only its list."""
+    """Return a list for each rank with its tensors in the gathered ``outputs``; for one rank, only its list."""
     parts = [_parts_like(output, tensor, size) for output, tensor in zip(outputs, inputs, strict=True)]
     return unwrapped([list(row) for row in zip(*parts, strict=True)])
 
 
 def unwrapped(lists: list[list[Tensor]]) -> list[Any]:
-    """Return ``lists`` in the form of the results of gloo's futures: the single list itself, or all lists."""
+    """Return ``lists`` as results of gloo's futures: a single list instead of a list of one list."""
     return lists[0] if len(lists) == 1 else lists
 
 

@@ -40,7 +40,7 @@ def register() -> None:
 
 @cache
 def remember_wrappers() -> "WeakSet[nn.Module]":
-    """Return the set of all DistributedDataParallel and FullyShardedDataParallel made since the first call."""
+    """Record all DistributedDataParallel and FullyShardedDataParallel from the first call on; return the set."""
     from torch.nn.modules.module import register_module_module_registration_hook
     from torch.nn.parallel import DistributedDataParallel
 

@@ -58,7 +58,7 @@ Work = Any  # dist.Work, of which torch's stubs do not say that its groups retur
 
 
 class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # torch's stubs do not describe the base class
-    """The gloo group inside a popdist group; torch asks gloo to set the timeout and to allocate tensors."""
+    """The gloo group inside a popdist group; torch calls its methods to set timeouts and to allocate tensors."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, on_timeout: Callable[[float], None]
@@ -193,7 +193,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         return work if call.work is None else _kept(call.work, currentframe())
 
     def _may_move(self, method_frame: FrameType | None) -> MayMove | None:
-        """Return a function that says if a tensor may move to shared memory now; None if it never may."""
+        """Return a function that says if a tensor may move to shared memory now; None if no tensor ever may."""
         if self._share_tensors is False:
             return None
         if torch_private.is_caller_the_engine(method_frame):  # torch's reducer: only it knows the addresses
@@ -221,7 +221,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # torch's stubs 
         return cast("Work", super().gather(outputs, dense, *arguments, **named))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Wait until all ranks are here, and for an accelerator's queued operations if ``opts`` names a device."""
+        """Start a barrier; return its ``Work``, which also waits for an accelerator if ``opts`` names a device."""
         if type(opts) is not BarrierOptions:
             opts, chosen = BarrierOptions(), timeout or opts
             opts.timeout = opts.timeout if chosen is None else chosen

@@ -23,7 +23,7 @@ def do_watched(text: str, members: Sequence[int], do: Callable[..., None], *argu
 
 
 def call_in_words(do: Callable[..., None], arguments: Sequence[object], members: tuple[int, ...]) -> str:
-    """Return a collective as text: name, dtype and shape of its first tensor, and its ranks if not all."""
+    """Return a collective as text: its name, its first tensor's dtype and shape, and the ranks ``members``."""
     tensor = next(_tensors(arguments), None)
     if tensor is None:
         return _words(do.__name__, None, (), members)

@@ -164,7 +164,7 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Run the collective ``do(*arguments)`` in its turn; if ``is_async``, perhaps later. Return its work."""
+        """Run the collective ``do(*arguments)`` after earlier ones; return its work, at once if ``is_async``."""
         if not is_async and not self._pending:
             with self._turn:
                 outside_inference(do, *arguments)
@@ -197,7 +197,7 @@ class WorkQueue:
                 self._turn.release()
 
     def begin(self) -> None:
-        """Make the group's thread run the queued collectives now, though another thread may soon wait for them."""
+        """Make the group's thread run the queued collectives now, without leaving them to a waiting thread."""
         self._events.put("wanted")
 
     def stop(self) -> None:

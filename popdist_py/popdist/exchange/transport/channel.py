@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @contextmanager
 def as_backend_error(what: str) -> Iterator[None]:
-    """A context for a wait for other instances; errors of torch become BackendErrors that begin with ``what``.
+    """A context for a wait for other instances: torch's errors become BackendErrors that begin with ``what``.
 
     NCCL gives the reason only in the last line of its error. If no device is visible, torch raises ValueError.
     """
@@ -68,7 +68,8 @@ class ChannelWork(NamedTuple):
 
 
 class Channel:
-    """A thread with own connections to all instances, which runs functions in the order of the calls of ``issue``.
+    """A thread with its own connections to all instances; it runs functions in the order of the calls of
+    ``issue``.
 
     The queue, the counts and the failure belong together: the thread and its users read and change them in turns.
     """
@@ -121,7 +122,7 @@ class Channel:
 
     @contextmanager
     def posting(self) -> Iterator[None]:
-        """A context for ``send`` and ``receive``: after a lost connection only later waits raise an error."""
+        """A context for ``send`` and ``receive``: a lost connection raises no error there, only in later waits."""
         try:
             yield
         except RuntimeError as error:
@@ -132,7 +133,7 @@ class Channel:
         return self._message("recv", row, instance, tag)
 
     def send(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Send ``row`` when ``instance`` has posted a receive with ``tag``; return the works to wait for."""
+        """Start to send ``row`` to ``instance``, which must receive with ``tag``; return the works to wait for."""
         return self._message("send", row, instance, tag)
 
     def _message(self, way: str, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
@@ -257,4 +258,4 @@ class Channel:
 
 
 def _do_nothing() -> None:
-    """Do nothing: the last part, in the thread's queue, of a collective that had nothing left to do."""
+    """Do nothing; a collective that has no last part has this function as its last part in the queue."""

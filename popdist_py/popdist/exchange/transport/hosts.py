@@ -106,7 +106,7 @@ class HostMessages:
             raise BackendError(late if "timed out" in str(error).lower() else lost) from error
 
     def _agree_on(self, reason: str) -> str:
-        """Return the first failed rank's reason from the store; if there is none, store and return ``reason``."""
+        """Return the first failed rank's reason from the key-value store; store ``reason`` if there is none."""
         # gloo reports a lost peer as a closed connection, and a rank that gives up closes all its connections
         with suppress(RuntimeError):
             if self._store.check([_FAILURE]):
@@ -120,7 +120,7 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """Return a text that is equal for all processes that can share memory; empty if ``/proc`` does not say."""
+    """Return a text that is equal for all processes that can share memory; empty if ``/proc`` cannot be read."""
     try:  # processes of other networks, such as of another pod, cannot send descriptors
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:
@@ -142,7 +142,7 @@ class Member:
         return len(self.names.members)
 
     def values_of_all(self, what: str, value: object) -> list[Any]:
-        """Exchange ``value`` over the store; return the values of all ranks, in rank order."""
+        """Exchange ``value`` through the key-value store; return the values of all ranks, in rank order."""
         names = [self.names.of([rank]) for rank in range(self.size)]
         return values_of_all(PrefixStore(what, self.store), self.rank, names, value, self.timeout_seconds)
 
@@ -190,7 +190,7 @@ def num_in_a_row(machines: list[str]) -> int:
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """Return how many ranks each machine has; 1 if they differ or, on several machines, are no power of 2."""
+    """Return each machine's number of ranks; 1 if these differ, or if several machines have no power of 2."""
     num_local = num_in_a_row(machines)
     is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
     return num_local if is_node else 1
@@ -226,20 +226,20 @@ class RankPlace:
 
 
 class MessagePeers:
-    """The `Peers` of a `two_level` reduction: the ranks with the same index on their hosts, by gloo messages."""
+    """The ranks with the same index on their hosts, which send each other gloo messages in a two-level sum."""
 
     def __init__(self, place: RankPlace, messages: HostMessages) -> None:
         self._place = place
         self._messages = messages
 
     def all_gather(self, tensor: Tensor) -> Arrival:
-        """Start sending ``tensor`` to all peers; return a function that waits for the peers' tensors."""
+        """Start sending ``tensor`` to the peers on other hosts; return a function that waits for their tensors."""
         received = tensor.new_empty(self._place.num_hosts, *tensor.shape)
         received[self._place.host] = tensor
         return self._start([tensor] * self._place.num_hosts, received)
 
     def all_to_all(self, rows: Tensor) -> Arrival:
-        """Start sending each peer its row of ``rows``; return a function that waits for the peers' rows."""
+        """Start sending each peer on another host its row of ``rows``; return a function to wait for rows."""
         received = torch.empty_like(rows)
         received[self._place.host] = rows[self._place.host]
         return self._start(rows, received)
@@ -269,7 +269,7 @@ class SeveralHosts:
         self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, self._local)
 
     def of_part(self, members: Sequence[int]) -> "SeveralHosts":
-        """Return the collectives of only ``members``, this rank included, by messages only, also within a host."""
+        """Return the collectives of only the ranks ``members``, with this rank; all data is sent by messages."""
         rank = members.index(self._place.members[self._place.rank])
         return SeveralHosts(RankPlace(rank=rank, num_local=1, members=members), self._messages, None)
 

@@ -121,8 +121,8 @@ def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, ti
 
 
 def _passed_descriptor(contract: Contract) -> int | None:
-    """Return the listening socket that instance 0 has inherited from poprun's agent; None on other instances.
-    Raises BackendError if the socket was closed.
+    """Return the listening socket that instance 0 has inherited from its parent, poprun's agent; None on other
+    instances. Raises BackendError if the socket was closed.
     """
     if contract.instance_index != 0:
         return None
@@ -145,7 +145,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _address_by_name() -> str:
-    """Return the address of this host's name; the name if the name means a loopback address, as on Debian."""
+    """Return the address of this host's name; return the name if its address is loopback, as on Debian."""
     name = socket.gethostname()
     try:  # only the pod itself knows its name, but all pods know its address
         address = socket.gethostbyname(name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SerialHeaderExchange:
-    """An exchange of headers that is complete when it starts, because there is no other instance."""
+    """An exchange of headers, messages between instances, that is complete at once, as there is one instance."""
 
     def __init__(self, header: bytes) -> None:
         self._header = header

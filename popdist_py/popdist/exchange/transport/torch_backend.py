@@ -221,7 +221,7 @@ def _page_of(group: HostGroup) -> Reservation | None:
 
 
 def _collectives_of(part: HostGroup) -> HostCollectives | None:
-    """Return the collectives of ``part``, a group of a host's instances; None on all if the host lacks memory."""
+    """Return the collectives of ``part``, instances of one host; None on all instances if memory is too small."""
     try:
         return HostCollectives(part)
     except BackendError:

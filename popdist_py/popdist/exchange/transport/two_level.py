@@ -115,16 +115,16 @@ class TwoLevelReduction:
         )
 
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
-        """Return zeros to fill for :meth:`reduce_scatter`: receiver, receiver's host, sender's node, element."""
+        """Return zeros with the dimensions: receiver on its host, receiver's host, sender's row, element."""
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
     def share_of(self, shares: Tensor, member: int) -> Tensor:
-        """Return the part of ``shares`` for the member with number ``member``, counted over all hosts."""
+        """Return the part of ``shares`` that is for the member with number ``member``, counted over all hosts."""
         return shares[member % self._num_local, member // self._num_local]
 
     def reduce_scatter(self, shares: Tensor, op: Op = "sum") -> Tensor:
-        """Return the combination of the parts of all members' ``shares`` that are for this member."""
+        """Combine the parts of all members' tensors ``shares`` that are for this member; return the result."""
         return self._divided(self._start_scatter(shares, _step(op))(), op)
 
     def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[bool]:
@@ -168,7 +168,7 @@ class TwoLevelReduction:
         return shares
 
     def _start_scatter(self, shares: Tensor, step: Op) -> Arrival:
-        """Start to combine all ``shares``; return a function that waits for and returns this member's result."""
+        """Start to combine all members' ``shares``; return a function that waits for this member's part."""
         share = shares[self._local]
         if self._local_collectives is not None:
             share = torch.empty_like(share)
@@ -187,12 +187,12 @@ class TwoLevelReduction:
 
 
 def _parts(shares: Tensor) -> Sequence[Tensor]:
-    """Return ``shares`` as flat tensors, one for each member of this host."""
+    """Return the tensor ``shares`` as a list of flat tensors, one for each member of this host."""
     return shares.view(len(shares), -1).unbind()
 
 
 def _step(op: Op) -> Op:
-    """Return the operation on partial results of ``op``; for a mean, which is divided only at the end, a sum."""
+    """Return the operation that combines partial results of ``op``: a sum for a mean, which is divided later."""
     return "sum" if op == "mean" else op
 
 
@@ -254,7 +254,7 @@ class BucketAllReduce:
         self._rest: list[dist.Work] = []
 
     def post_receives(self) -> None:
-        """Post receives for this sum's messages, after all instances agreed to make the sum. CPU tensors only."""
+        """Start to receive this sum's messages, after all instances agreed to make the sum. CPU tensors only."""
         if not self._into.is_cpu:
             return
         # gloo sends nothing before a receive is posted, and a late receive's request would wait behind other data.
@@ -266,7 +266,7 @@ class BucketAllReduce:
                     self._rest += self._channel.receive(self._into[self._runs[place]], other, _RESULT_TAG)
 
     def send(self, own: Sequence[Tensor]) -> None:
-        """Add ``own``, a buffer for each tree node of this instance, to the others' buffers. Does not wait."""
+        """Send ``own``, a buffer for each tree node of this instance, to be added to other instances' buffers."""
         if not self._into.is_cpu:
             op = sum_of(self._into.dtype)
             self._channel.issue(lambda: self._reduction.all_reduce(own, op, self._into), [*own, self._into])
@@ -278,7 +278,7 @@ class BucketAllReduce:
             self._channel.issue(lambda: self._combine(own), [*own, self._into])
 
     def _add_here(self, own: Tensor) -> FollowUp | None:
-        """Add one part of all buffers of this host, and send it to the peers; in the channel's thread."""
+        """Add one part of this host's buffers, and send the sum to other hosts. Runs in the channel's thread."""
         local = self._channel.local_collectives
         if local is None:
             return None
@@ -293,7 +293,8 @@ class BucketAllReduce:
                 self._rest += self._channel.send(row[self._runs[place]], other, _SHARE_TAG)
 
     def _combine(self, own: Sequence[Tensor]) -> None:
-        """Add ``own`` and the peers' buffers in tree order, send the peers the sum; in the channel's thread."""
+        """Add the buffers ``own`` and those received, in tree order; send out the sum. For the channel's thread.
+        """
         _wait(self._arrivals)
         run = self._runs[self._own]
         total, places = self._into[run], self._reduction.places
@@ -314,7 +315,7 @@ class BucketAllReduce:
             self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 
     def finish(self) -> None:
-        """Gather the sum from its parts, which this host's instances added, after the channel's threads ended."""
+        """Gather the sum, of which each instance of this host has added a part, after the channel's work."""
         if self._local_collectives is not None:
             self._local_collectives.all_gather(self._parts, self._into)
 

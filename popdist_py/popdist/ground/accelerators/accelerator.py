@@ -90,7 +90,7 @@ def ask_memory(name: str, device: torch.device) -> int:
 
 @contextmanager
 def in_stream(stream: torch.Stream) -> Iterator[None]:
-    """A context in which this thread computes in ``stream``, which is no context itself before torch 2.8."""
+    """A context in which this thread computes in ``stream``; before torch 2.8 a stream itself is no context."""
     number, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -137,7 +137,7 @@ def collectives_of(device_type: str) -> str:
 
 
 def connect(device_type: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connect all ranks' accelerators by NCCL or XCCL; return torch's backend. Initializes the own accelerator."""
+    """Connect all ranks' accelerators by NCCL or XCCL, and initialize this rank's; return torch's backend."""
     return torch_private_groups.connect_direct(
         getattr(dist, _DIRECT[collectives_of(device_type)]), store, rank, size, timeout
     )
@@ -199,5 +199,5 @@ def forked_random_states(seed: int | None = None) -> Iterator[None]:
 
 
 def _number(device: torch.device) -> tuple[torch.device, ...]:
-    """Return ``device`` as the only argument for torch's functions; no argument on a Mac, where they take none."""
+    """Return the arguments of torch's functions for ``device``: ``device``, or none on a Mac."""
     return () if device.type == "mps" else (device,)

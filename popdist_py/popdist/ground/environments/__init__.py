@@ -45,8 +45,8 @@ class Environment:
     """Whether poprun, directly or in a job that it has emitted, has set the number of replicas."""
 
     def ipus_of_replica(self, count: int | None) -> int:
-        """Return the number of virtual IPUs of each replica: ``count``, or, if ``count`` is None, the job's
-        number. Raise ContractError if poprun has given the replicas another number than ``count``.
+        """Return the number of virtual IPUs (cores or accelerators) of each replica: ``count``, or if None the
+        job's number. Raise ContractError if poprun has given the replicas another number than ``count``.
         """
         of_job = self.contract.ipus_per_replica
         if count in (None, of_job) or not self.says_replicas:
@@ -57,8 +57,8 @@ class Environment:
         )
 
     def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
-        """Return the assignment of ``num_local_replicas`` replicas, or if None the job's number, to each instance.
-        Raise ContractError if poprun has given another number, or if instances share a replica.
+        """Return the assignment of replicas to instances: ``num_local_replicas`` to each, or if None the job's
+        number. Raise ContractError if poprun has given another number, or if instances share a replica.
         """
         layout = self.contract.layout
         if num_local_replicas in (None, layout.num_local_replicas):

@@ -89,7 +89,7 @@ def _names(path: str) -> list[str]:
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """Return the target of the link ``name``; None if it is no link. ``rest`` has the names after it, reversed."""
+    """Return the target of the symbolic link ``name``; None if it is none. ``rest`` has the following names."""
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
