@@ -93,7 +93,7 @@ class Names:
     place: str = ""  # of the instances with the same part of other replicas: `` (stage 0, shard 1)``
 
     def of(self, ranks: Iterable[int], *, max_runs: int | None = 6) -> str:
-        """Return the names of the members with the ranks ``ranks``, such as ``instances 0 to 2 and 5``."""
+        """Return the names of the group's processes with the ranks ``ranks``: ``instances 0 to 2 and 5``."""
         return name_instances((self.members[rank] for rank in ranks), self.noun, max_runs=max_runs) + self.place
 
 

@@ -127,10 +127,10 @@ class HeaderExchange(Protocol):
     """A started exchange of headers: before a collective each instance sends all others a message (header)."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return all instances' headers. Raises BackendError if a header is late; a later call may succeed."""
+        """Return all instances' headers (messages). Raises BackendError if late; a later call may succeed."""
 
     def peek(self) -> list[bytes] | None:
-        """Return the headers of all instances if all have arrived, otherwise None. Never waits, never raises."""
+        """Return all instances' headers (messages) if all have come, otherwise None. Never waits, never raises."""
 
 
 class Backend(Protocol):
@@ -146,7 +146,7 @@ class Backend(Protocol):
 
     @property
     def names(self) -> Names:
-        """The names by which messages to the user call the instances."""
+        """The names of the instances in messages to the user."""
 
     @property
     def device_kinds(self) -> frozenset[str]:
@@ -240,14 +240,14 @@ class Exchange:
         self.send_later: Callable[[list[list[int]]], object] | None = None
 
     def finish(self) -> None:
-        """Wait for all headers; then send data whose sending an error of a signal handler has prevented."""
+        """Wait for all messages; then send data whose sending an error of a signal handler has prevented."""
         numbers, send = self.wait(), self.send_later
         self.send_later = None
         if send is not None:
             send(numbers)
 
     def peek(self) -> list[list[int]] | None:
-        """Return the numbers in all instances' headers; None if a header has not come; [] if the texts differ."""
+        """Return the numbers in all instances' messages; None if a message is missing; [] if the texts differ."""
         if self._numbers is not None:
             return self._numbers
         received = self._pending.peek()
@@ -256,7 +256,7 @@ class Exchange:
         return unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
-        """Wait for all instances' headers; return the numbers in each, in instance order, in each call."""
+        """Wait for all instances' messages; return the numbers in each, in instance order. May be repeated."""
         if self._numbers is None:
             progress_page.wait(self._text, self._group.job_numbers)
             try:
@@ -342,7 +342,7 @@ class Group:
         data: Any,
         numbers: Sequence[int] = (),
     ) -> T:
-        """Exchange headers with all members; return ``send(data, numbers)`` with the numbers of all headers."""
+        """Exchange messages with all instances; return ``send(data, numbers)`` with all messages' numbers."""
         self.num_bytes += getattr(data, "nbytes", 0)
         exchange = self.start(text, numbers)
         try:
@@ -379,7 +379,7 @@ class Group:
             raise
 
     def send_before_next(self, send: Callable[[], object]) -> None:
-        """Make this group call ``send`` once before its next header exchange: other instances need this data."""
+        """Make this group call ``send`` once before its next exchange of messages: others need this data."""
         self._before_next.append(send)
 
     def read_preemption(self, received: Sequence[bytes]) -> None:

@@ -274,7 +274,7 @@ class ReplicaBuffers:
         self._copies.append(self.store() if has_run else None)
 
     def store(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that the current replica changed; set them back to the step's start."""
+        """Return copies of the buffers that the current replica changed; reset these to the step's start."""
         changed = find_changed(self._tracked, all_of_them=self.is_checked)
         if not changed:
             return {}

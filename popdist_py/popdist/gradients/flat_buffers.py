@@ -117,8 +117,7 @@ class FlatBuffer:
     size: int = 0
 
     def append(self, index: int, parameter: Parameter) -> None:
-        """Reserve elements at the end for the gradient of ``parameter``, which is number ``index`` in the model.
-        """
+        """Reserve elements at the end for the gradient of ``parameter``, the parameter ``index`` of the model."""
         self.members.append((index, parameter, self.size))
         self.size += -(-num_real_elements(parameter) // ALIGNMENT) * ALIGNMENT
 

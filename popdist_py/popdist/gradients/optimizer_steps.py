@@ -173,8 +173,7 @@ def _wrap_closure(
 def with_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of ``step`` with a closure that also calls ``do_after``; None if there is no closure.
-    """
+    """Return the arguments of ``step`` with a closure that also calls ``do_after``; None without a closure."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return None

@@ -215,7 +215,9 @@ class Overlap:
         return total
 
     def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
-        """Record which parameters got a gradient; if a sent gradient was changed later, send no more early."""
+        """Record which parameters got a gradient. Send nothing in later backward passes if the program has changed
+        a gradient after the gradient was sent.
+        """
         # without a new parameter the program itself has changed a sent gradient, and would do so again
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
@@ -313,8 +315,8 @@ class OverlappedSum:
         overlap.channel.is_in_use = True
 
     def set_header(self, announced: Exchange) -> None:
-        """Keep ``announced``, the pending exchange by which all instances begin the step: gradients are sent in
-        the backward pass only if all headers have come and agree.
+        """Keep ``announced``, the exchange of messages by which all instances begin the step: gradients are sent
+        in the backward pass only if all these messages have come and agree.
         """
         self._announced = announced
         announced.peek()
@@ -386,7 +388,9 @@ class OverlappedSum:
             self._num_awaited[bucket] -= id(parameter) in self._overlap.expected
 
     def _is_agreed(self) -> bool:
-        """Whether all instances agreed to send the same gradients early; when True at first, start to receive."""
+        """Whether all instances agreed to send the same gradients during the backward pass. When the answer is
+        True for the first time, start to receive the messages of the other instances.
+        """
         if self._weight_scale is None and self._announced is not None and not self._is_refused:
             numbers = self._announced.peek()
             if numbers is not None:

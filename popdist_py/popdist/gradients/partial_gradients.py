@@ -72,7 +72,7 @@ class GradientElsewhere(Tensor):
 
 
 def with_wholes(value: Any, wholes: list[Tensor]) -> Any:
-    """Return ``value``, an argument, with whole gradients for gradients elsewhere; add these to ``wholes``."""
+    """Return the argument ``value`` with each GradientElsewhere as a whole tensor; append these to ``wholes``."""
     if isinstance(value, dict):
         return {key: with_wholes(it, wholes) for key, it in value.items()}
     if isinstance(value, list | tuple):

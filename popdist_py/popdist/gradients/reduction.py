@@ -96,7 +96,9 @@ class GradientKeeper:
         """Handle the gradients that are still in ``.grad``; called when the step's last micro batch has ended."""
 
     def close(self) -> int:
-        """Return how gradients are added: 0 at the end, above 0 only needed parts, below 0 already done."""
+        """Return a number that says how this step's gradients are added over the instances: 0 all at the step's
+        end, above 0 only the elements that each instance needs, below 0 already during the backward pass.
+        """
         return 0
 
     def finish(self, over: float, used: int, way: int) -> None:
@@ -213,7 +215,9 @@ class StepAgreement:
             self._old.drop_unless_added(number_of, add=self._adds, name=self.group.name)
 
     def divisor(self, reduction: MeanOrSum, weights: Iterable[Sequence[int]]) -> float:
-        """Return the gradients' divisor: for a mean, the sum of ``weights`` / :meth:`weight_scale`; else 1."""
+        """Return the number by which the sum of the gradients is divided: for a mean, the sum of all micro
+        batches' ``weights``, divided by :meth:`weight_scale`; for a sum, 1.
+        """
         total = total_weight(self.layout, tuple(map(tuple, weights)))
         if reduction == "sum":
             return 1.0
@@ -350,7 +354,7 @@ class StepAgreement:
 
 @lru_cache(maxsize=16)
 def total_weight(layout: ReplicaLayout, weights: tuple[tuple[int, ...], ...]) -> float:
-    """Return the sum of all micro batches' weights in the job, added in the same tree as the gradients."""
+    """Return the sum of all micro batches' weights in the job, added in the same order as the gradients."""
     partials = {
         node: weight
         for instance, words in enumerate(weights)

@@ -42,7 +42,7 @@ NOT_DEALT: Final = -1
 
 
 class BatchPosition(NamedTuple):
-    """A batch's place in a loader of popdist, epoch and end; for other batches ``epoch`` is ``NOT_DEALT``."""
+    """The epoch and the end of a batch in a loader of popdist; for other batches ``epoch`` is ``NOT_DEALT``."""
 
     epoch: int = NOT_DEALT
     stop: int = 0
@@ -183,7 +183,7 @@ def _digest(mask: int, *others: object) -> int:
 
 @lru_cache(maxsize=64)
 def _only(used: int) -> StepChanges:
-    """Return the record of a step in which only parameters were used (bits of ``used``), and no buffer changed."""
+    """Return the changes of a step in which parameters were used (bits of ``used``) and no buffer has changed."""
     return StepChanges(mask=used)
 
 

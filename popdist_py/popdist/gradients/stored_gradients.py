@@ -158,7 +158,9 @@ def _refuse(name: str, gradient: StoredGradient) -> None:
 
 
 def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
-    """Return ``result`` with read-only views of gradients: a changed view would not change the gradient."""
+    """Return ``result`` with read-only views in place of views of gradients, because a change of such a view would
+    not reach the stored gradient.
+    """
     if isinstance(result, list | tuple):
         return type(result)(_without_changes(it, wholes, name) for it in result)
     places = {local_part(whole).untyped_storage().data_ptr() for whole in wholes if whole.numel()}

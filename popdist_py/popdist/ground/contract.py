@@ -357,7 +357,7 @@ def _read_index_in_replica(env: Mapping[str, str]) -> int:
 
 
 def read_master(env: Mapping[str, str]) -> Endpoint | None:
-    """Return the address in ``MASTER_ADDR`` and ``MASTER_PORT``, where torch's store listens; None if unset."""
+    """Return the address in ``MASTER_ADDR`` and ``MASTER_PORT`` of torch's key-value store; None if unset."""
     if MASTER_ADDR not in env or MASTER_PORT not in env:
         return None
     return Endpoint(host=env[MASTER_ADDR], port=read_count(env, MASTER_PORT))

@@ -273,7 +273,7 @@ class ProgressPage:
         self._words[_NUM_STEPS] += 1
 
     def wait(self, collective: str, members: Sequence[int] = ()) -> None:
-        """Record for poprun that the program waits in ``collective`` for ``members``; () means all instances."""
+        """Record for poprun that the program waits in ``collective`` for instances ``members``; () means all."""
         if collective != self._collective:  # the name and the members of a collective change together
             self._words[_BEGUN] += 1
             self._floats[_WAITING_SINCE] = 0.0

@@ -179,7 +179,9 @@ def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
 
 
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
-    """Return the first name, dtype or shape that differs between ``other`` and ``root``. All call this."""
+    """Return a text about the first weight whose name, dtype or shape on the instance ``other`` differs from the
+    instance ``root``. All instances call this function.
+    """
     description = b"".join(_place(name, tensors[name]) for name in sorted(tensors))
     everybody = zip(group.instances, gather_bytes(group, "describe the weights", description), strict=True)
     lines = {instance: data.decode().splitlines() for instance, data in everybody}

@@ -138,7 +138,7 @@ def _reduce(
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Any:
-    """Return ``x`` reduced by ``compute`` over the axes ``given`` or ``axes``; over all if both are absent."""
+    """Return ``x`` reduced by ``compute`` over the axes in ``given``, else in ``axes``, else over all axes."""
     over = _numbers(axes if given is None else given)
     if not over and noop_with_empty_axes:
         return x

@@ -196,7 +196,7 @@ class SlowLines:
         self._favourites: dict[str, tuple[Place, int]] = {}
 
     def vote(self, phase: str, place: Place) -> None:
-        """Count a sample of ``phase`` at the line ``place``; write a new most common line on the progress page."""
+        """Count a sample of ``phase`` at the line ``place``; show a new most common line to poprun."""
         favourite, votes = self._favourites.get(phase, (place, 0))
         if favourite == place:
             self._favourites[phase] = (place, votes + 1)

@@ -64,7 +64,7 @@ def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, in
 
 @cache
 def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (left, right) of rows to add in tree order, so that row 0 is the sum of all rows."""
+    """Return the pairs (left, right) of rows in the order of their additions, after which row 0 is the sum."""
     return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
 
 
@@ -95,7 +95,7 @@ _COMBINERS: Final[dict[Op, Combine]] = {
 
 
 def combiner(op: Op, dtype: torch.dtype) -> Combine:
-    """Return torch's function that combines two tensors by ``op``; raise ValueError if ``dtype`` does not fit."""
+    """Return torch's function that combines tensors by ``op``; raise ValueError for a mean of integers."""
     if op == "mean" and not dtype.is_floating_point:
         raise ValueError(f"a mean of {dtype} is no {dtype}")
     if dtype == torch.bool:  # sum means "or", product means "and"

@@ -148,12 +148,11 @@ class Barriers:
         return self._mine[COUNTER] + 1 & 1
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Return the names of the members with the ranks ``ranks``, as text for messages."""
+        """Return the names of the group's processes with the ranks ``ranks``, as text for messages."""
         return self._names.of(ranks)
 
     def fail(self, reason: str) -> None:
-        """End this rank's part in barriers: its later barriers raise an error with ``reason``, others do not wait.
-        """
+        """End this rank's part in barriers: its barriers raise an error with ``reason``, others stop waiting."""
         if self.failure is None:
             self.failure = reason
             self._mine[STATE] = GAVE_UP
@@ -244,7 +243,7 @@ class Barriers:
         return [rank for rank, page in enumerate(self.pages) if page[COUNTER] < number]
 
     def _check_awaited(self, missing: Callable[[], list[int]]) -> None:
-        """Raise BackendError if a rank in ``missing()``, which is awaited, is lost, or if this rank has failed."""
+        """Raise BackendError if an awaited rank, one of ``missing()``, is lost or has failed, or this rank has."""
         self.raise_failure()
         awaited, states = missing(), [page[STATE] for page in self.pages]
         gone = {*self._watch.ended(awaited), *(rank for rank in awaited if states[rank] == HAS_LEFT)}

@@ -171,7 +171,7 @@ class AllReduce:
             tensor.copy_(flat.view(tensor.shape))
 
     def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Combine a piece of all ranks' tensors: after one barrier every rank adds all elements of the piece."""
+        """Combine a part of all ranks' tensors: after one barrier every rank adds all elements of this part."""
         length = len(piece)
         rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
         rows[self._rank].copy_(piece)
@@ -180,7 +180,7 @@ class AllReduce:
         combine(rows, piece, [held[:length] for held in memory])
 
     def _reduce_shares(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Combine a piece of all ranks' tensors: each rank adds some elements, and copies the others' sums."""
+        """Combine a part of all ranks' tensors: each rank adds some of the elements, and copies the other sums."""
         barriers, rank, slots = self._barriers, self._rank, self._slots
         shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
         own_share = shares[rank]

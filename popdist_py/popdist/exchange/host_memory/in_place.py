@@ -99,8 +99,7 @@ class InPlace:
         )
 
     def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return all ranks' tensors, whose places in shared memory are ``places``, as flat tensors of ``dtype``.
-        """
+        """Return all ranks' tensors, whose places in shared memory are ``places``, as flat ``dtype`` tensors."""
         memories = []
         for rank, place in enumerate(places):
             start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
@@ -118,7 +117,7 @@ class InPlace:
         return self._prepared[key]
 
     def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """Return the place of ``tensor`` in shared memory as a number for other ranks; 0 if it has no place."""
+        """Return where in shared memory ``tensor`` is, as a number for other ranks; 0 if it is not there."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()
@@ -143,7 +142,9 @@ class InPlace:
         return self._can_map and self._num_shared[self._group.rank] < _MOST_NUMBERS - 1
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
-        """Whether torch can move ``storage``, and ``storage`` is used again: an earlier call has used it too."""
+        """Whether moving ``storage`` into shared memory is possible and worth its time: torch can move
+        ``storage``, and an earlier call has used it with the same length.
+        """
         if not torch_private.can_swap_memory or not storage.resizable() or not self._may_share():
             return False  # numpy and other users of the address have made the storage not resizable
         length_before, self._seen[storage] = self._seen.get(storage), storage.nbytes()

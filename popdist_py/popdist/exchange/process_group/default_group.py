@@ -50,7 +50,7 @@ def disagreement(places: list[tuple[int, int]]) -> str | None:
 
 
 class DefaultGroup:
-    """The default process group of torch that popdist makes; ``store`` is None in a job of one instance."""
+    """The default process group of torch that popdist makes; with one instance it has no ``store`` of keys."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout_seconds: float) -> None:
         register()

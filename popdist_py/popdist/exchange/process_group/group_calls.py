@@ -226,7 +226,7 @@ def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Se
 
 
 def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
-    """Combine into ``outputs[i]`` this rank's part of all ranks' ``inputs[i]``, which has a part per rank."""
+    """Combine into ``outputs[i]`` the parts for this rank of all ranks' ``inputs[i]``, with one part per rank."""
     for output, tensor in zip(outputs, inputs, strict=True):
         place = place_of(output)
         parts = [_apart(part, [place], place) for part in _parts(flat_values(tensor), host)]

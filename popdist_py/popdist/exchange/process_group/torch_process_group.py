@@ -266,7 +266,7 @@ for _name, _own in list(vars(PopdistProcessGroup).items()):
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is flat, as DDP's buckets are; a gradient that a C++ hook sends mostly is not."""
+    """Whether ``tensor`` is flat, as DDP's buckets are; a gradient that a C++ hook sends is mostly not flat."""
     return tensor.dim() == 1
 
 
@@ -322,7 +322,9 @@ _current: Final = _Current()
 
 
 class DispatchedCall:
-    """A call of a process group's method, which passes through torch's dispatcher to popdist's kernel."""
+    """A call of a process group's method: torch's dispatcher passes the call to popdist's kernel, which stores the
+    ``Work`` of the collective in this object.
+    """
 
     def __init__(self, arguments: Sequence[object], may_move: MayMove | None = None) -> None:
         self.arguments = arguments

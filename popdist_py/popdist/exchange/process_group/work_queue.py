@@ -164,7 +164,9 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Run the collective ``do(*arguments)`` after earlier ones; return its work, at once if ``is_async``."""
+        """Run the collective ``do(*arguments)`` after all earlier collectives of the group; return its ``Work``.
+        If ``is_async``, return before the collective has run, which a thread then does.
+        """
         if not is_async and not self._pending:
             with self._turn:
                 outside_inference(do, *arguments)

@@ -129,7 +129,7 @@ def machine() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rank that joins a group, with the store in which the ranks find each other, and a timeout."""
+    """A rank that joins a group, with the key-value store in which the ranks find each other, and a timeout."""
 
     store: Store
     rank: int
@@ -198,7 +198,7 @@ def ranks_of_each(machines: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The position of a rank among the hosts of its group; each host has ``num_local`` consecutive members."""
+    """The position of a rank among the hosts of its group; each host has ``num_local`` consecutive ranks."""
 
     rank: int  # index among the members; messages use the members' numbers
     num_local: int
@@ -221,7 +221,7 @@ class RankPlace:
 
     @property
     def same_index(self) -> Sequence[int]:
-        """The members that have the rank's index on their own hosts, in host order."""
+        """The processes with the same index on their own hosts as this rank on its host, in host order."""
         return self.members[self.rank % self.num_local :: self.num_local]
 
 

@@ -155,7 +155,7 @@ def _address_by_name() -> str:
 
 
 def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
-    """Return the job's store, whose address instance 0 broadcasts to all instances through MPI."""
+    """Return the job's key-value store, whose address instance 0 broadcasts to all instances by MPI."""
     from mpi4py import MPI
 
     contract, world = environment.contract, MPI.COMM_WORLD
@@ -177,7 +177,7 @@ def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
 
 
 def _open_slurm_store(contract: Contract, node: str | None, timeout_seconds: float) -> TCPStore:
-    """Return the store of a Slurm step; ``node`` is the node of instance 0, None if all instances are here."""
+    """Return a Slurm step's key-value store; ``node`` is instance 0's node, None if all instances are here."""
     host = LOOPBACK if node is None else _address_of(node)
     if contract.instance_index == 0:
         return _serve(contract, host, timeout_seconds)

@@ -20,12 +20,12 @@ class SerialHeaderExchange:
         self._header = header
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return this instance's header, which is the only header, at once; ``timeout_seconds`` is ignored."""
+        """Return this instance's header (message), the only header, at once; ``timeout_seconds`` is ignored."""
         del timeout_seconds
         return [self._header]
 
     def peek(self) -> list[bytes]:
-        """Return this instance's header, which is the only header."""
+        """Return this instance's header (message), which is the only header."""
         return [self._header]
 
 
@@ -46,7 +46,7 @@ class SerialBackend:
         del devices
 
     def start_exchange(self, header: bytes) -> SerialHeaderExchange:
-        """Return an exchange of headers that is complete, because there is no other instance."""
+        """Return a complete exchange of headers (messages), because there is no other instance."""
         return SerialHeaderExchange(header)
 
     def all_reduce(self, tensor: "Tensor", op: "Op") -> None:

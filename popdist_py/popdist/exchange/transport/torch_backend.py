@@ -60,7 +60,7 @@ class GlooHeaderExchange:
                 self._failures[peer] = error
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return all instances' headers once all have come. Raise BackendError if an instance is late or lost."""
+        """Return all instances' headers (messages). Raises BackendError if an instance is late or lost."""
         if timeout_seconds is None and self._thread is None:
             self._receive()
         else:
@@ -75,7 +75,7 @@ class GlooHeaderExchange:
         return self._headers()
 
     def peek(self) -> list[bytes] | None:
-        """Return the headers of all instances if all have come; None otherwise. Never waits, never raises."""
+        """Return all instances' headers (messages) if all have come; None otherwise. Never waits, never raises."""
         with suppress(BackendError):
             self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
@@ -86,7 +86,7 @@ class GlooHeaderExchange:
         return [received.get(instance, self._header) for instance in self._instances]
 
     def _receive(self) -> None:
-        """Receive the headers of all instances; if an instance is lost or late, record its error and stop."""
+        """Receive all instances' headers (messages); if an instance is lost or late, record an error and end."""
         deadline = time.monotonic() + self._connections.timeout_seconds
         while self._works and not self._failures:
             peer = next(iter(self._works))
@@ -129,21 +129,21 @@ class MemoryHeaderExchange:
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return all instances' headers once all have come. Raise BackendError if an instance is late or lost."""
+        """Return all instances' headers (messages). Raises BackendError if an instance is late or lost."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(limit):
             raise BackendError(f"{self._connections.names.of(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
-        """Return the headers of all instances if all have come; None otherwise. Never waits, never raises."""
+        """Return all instances' headers (messages) if all have come; None otherwise. Never waits, never raises."""
         with suppress(BackendError):
             if not self._receive(0.0):
                 return [self._received[instance] for instance in self._instances]
         return None
 
     def _receive(self, timeout_seconds: float) -> list[int]:
-        """Receive and keep the headers that come in ``timeout_seconds``; return the instances without a header."""
+        """Receive and keep headers (messages) that come in ``timeout_seconds``; return the missing instances."""
         late, deadline = [], time.monotonic() + timeout_seconds
         for instance, number in self._numbers.items():
             if instance not in self._received:
@@ -248,7 +248,7 @@ class TorchBackend:
 
     @property
     def names(self) -> Names:
-        """The names by which messages to the user call the instances."""
+        """The names of the instances in messages to the user."""
         return self._connections.names
 
     @property
@@ -290,7 +290,7 @@ class TorchBackend:
         return self._connections.direct(tensor.device) if self._is_whole_job else None
 
     def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
-        """Start sending ``header`` to all other instances; return the exchange of all headers."""
+        """Start sending ``header``, a message, to all other instances; return the exchange of all headers."""
         short_messages = self._connections.short_messages
         if short_messages is not None:
             return MemoryHeaderExchange(self._connections, short_messages, self.instances, header)
@@ -359,8 +359,8 @@ class TorchBackend:
         return TorchBackend(self._connections, instances, self.device_kinds, self._subsets)
 
     def stop_threads(self) -> None:
-        """End the threads of this process. The connections for headers stay open until the process has ended, so
-        that other instances blame no living process.
+        """End the threads of this process. The connections for headers (messages) stay open until the process has
+        ended, so that other instances blame no living process.
         """
         self._connections.stop_threads()
 

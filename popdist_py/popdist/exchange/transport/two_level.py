@@ -59,7 +59,7 @@ class Transport(Protocol):
 
 
 class WaitingPeers:
-    """Peers that are the instances of ``transport``, such as a backend; calls wait until all tensors have come."""
+    """The instances of ``transport``, such as a backend, as peers; calls wait until all tensors have come."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -115,7 +115,9 @@ class TwoLevelReduction:
         )
 
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
-        """Return zeros with the dimensions: receiver on its host, receiver's host, sender's row, element."""
+        """Return a tensor of zeros to fill for :meth:`reduce_scatter`, with the dimensions: the receiver's index
+        on its host, the receiver's host, the sender's tree node, and the element.
+        """
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
@@ -293,7 +295,8 @@ class BucketAllReduce:
                 self._rest += self._channel.send(row[self._runs[place]], other, _SHARE_TAG)
 
     def _combine(self, own: Sequence[Tensor]) -> None:
-        """Add the buffers ``own`` and those received, in tree order; send out the sum. For the channel's thread.
+        """Add the buffers ``own`` and the buffers received from other instances in tree order, and send the sum to
+        these instances. Runs in the channel's thread.
         """
         _wait(self._arrivals)
         run = self._runs[self._own]

@@ -39,8 +39,7 @@ def trouble_of_numpy(torch: str, numpy: str) -> str:
 
 
 def find_trouble() -> str:
-    """Import torch; return why popdist cannot train with this torch, and a remedy; an empty text if popdist can.
-    """
+    """Import torch; return why popdist cannot train with this torch, and a remedy; empty text if popdist can."""
     try:
         torch: Any = import_module("torch")
     except ModuleNotFoundError as error:
