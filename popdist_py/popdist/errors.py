@@ -49,7 +49,7 @@ class DatasetError(PopdistError):
 
 
 class WeightsError(PopdistError):
-    """Weights or buffers differ between instances, or a forward pass outside of the loop has written buffers."""
+    """Weights or buffers differ between instances, or a forward pass outside of a step has written buffers."""
 
 
 class OptimizerError(PopdistError):

@@ -240,7 +240,9 @@ class Exchange:
         self.send_later: Callable[[list[list[int]]], object] | None = None
 
     def finish(self) -> None:
-        """Wait for all messages; then send data whose sending an error of a signal handler has prevented."""
+        """Wait for the messages of all instances. If an error of a signal handler has prevented the caller from
+        sending the collective's data after the messages, send the data now.
+        """
         numbers, send = self.wait(), self.send_later
         self.send_later = None
         if send is not None:

@@ -85,7 +85,7 @@ def _clip(all_parameters: Sequence[Tensor], max_norm: float, norm_type: float, *
 
 
 def _norms(group: Group, text: str, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norm of each gradient, in the gradient's dtype; one instance computes it and sends it to all."""
+    """Return each gradient's norm, in the gradient's dtype; one instance computes a norm and sends it to all."""
     cut = [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     with group.undivided(text):
         group.agree(text)

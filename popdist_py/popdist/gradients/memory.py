@@ -132,7 +132,7 @@ class GradientMemory:
         return self._shared_rooms
 
     def sum_in_host(self, own: Sequence[FlatGradient], over: float) -> FlatGradient | None:
-        """Return the sum of ``own`` over all instances, divided by ``over``; None without shared memory here."""
+        """Return the sum of ``own`` over all instances, divided by ``over``; None if the host shares no memory."""
         if self.shared is not None and self.shared.add([room.tensors for room in own], over):
             return self.shared_rooms[0]
         self.shared = None

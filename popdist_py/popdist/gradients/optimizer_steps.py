@@ -126,9 +126,9 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """Record that gradients of ``model`` are computed again. If an optimizer has stepped since they were last
-        computed, first end the program's step. While the program reads a loader of popdist, do nothing: the loader
-        ends steps.
+        """Record that computing new gradients of ``model`` begins. If an optimizer has stepped since this was
+        recorded for the model before, end the program's step first. While a program reads a loader of popdist, do
+        nothing: the loader ends the steps.
         """
         if self._num_open_loaders:
             return

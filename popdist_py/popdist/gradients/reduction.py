@@ -391,7 +391,7 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
 
 
 def _lost_step(group: Group, instances: list[int], reason: str) -> MicroBatchError:
-    """Wait until ``instances`` have raised errors first; return an error: ``instances`` have failed the step."""
+    """Wait 1 s, so that ``instances`` raise their errors first; return an error: they have failed the step."""
     wait_for_first_error()
     return MicroBatchError(
         f"{group.name(instances)} {reason}, so this step has no gradient on any instance; if all instances "

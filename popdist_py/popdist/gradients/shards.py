@@ -37,7 +37,7 @@ def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bo
 
 
 def _cut(position: int, size: int, *, can_cut: bool) -> int:
-    """Return the cut nearest to ``position``: a multiple of ``ALIGNMENT``, or the parameter's start or end."""
+    """Return where to cut a parameter near ``position``: at a multiple of ``ALIGNMENT``, or its start or end."""
     if position <= 0 or position >= size:
         return min(max(position, 0), size)
     if can_cut:

@@ -125,7 +125,7 @@ def _gradients_in(values: Iterable[Any]) -> list[StoredGradient]:
 
 
 def _record(gradient: StoredGradient, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StoredGradient:
-    """Record an operator such as ``mul_(2)`` that changes ``gradient``; it runs when the gradient is read."""
+    """Record an operator such as ``mul_(2)`` that changes ``gradient``, to be run when the gradient is read."""
     source, name = gradient.source, func.overloadpacket.__name__
     if source.read is None and name != "zero_":
         return gradient.whole  # type: ignore[return-value] # it raises
@@ -170,8 +170,8 @@ def _without_changes(result: Any, wholes: Sequence[Tensor], name: str) -> Any:
 
 
 def updated_gradient(title: str, parameter: Parameter) -> Tensor | None:
-    """Return a stand-in for a gradient that has updated ``parameter`` in the backward pass; reading the stand-in
-    raises an error. Return None if this torch lacks wrapper tensors.
+    """Return a stand-in for a gradient with which ``parameter`` was updated in the backward pass; reading the
+    stand-in raises an error. Return None if this torch lacks wrapper tensors.
     """
     return StoredGradient(parameter, _Source(title, None)) if torch_private.has_wrapper_tensors else None
 

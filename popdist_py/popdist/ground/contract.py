@@ -205,7 +205,7 @@ class Contract:
         return ReplicaLayout(num_instances=number, num_replicas=self.num_replicas)
 
     def to_env(self) -> dict[str, str]:
-        """Return the contract as environment variables for a program. Inverse of :meth:`from_env`."""
+        """Return this description of a job as environment variables for a program. Inverse of :meth:`from_env`."""
         local = self.layout.num_local_replicas
         env = {
             NUM_REPLICAS: str(self.num_replicas),

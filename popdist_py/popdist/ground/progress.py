@@ -95,7 +95,7 @@ class Progress:
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """Read progress from ``page``, a copy of a program's memory; None if short or made during a change."""
+        """Read progress from ``page``, a copy of a program's memory; None if too short or copied in a change."""
         if len(page) < USED_BYTES or page[: _COUNT.size] != page[_BEGUN_AT : _BEGUN_AT + _COUNT.size]:
             return None
         pid, signum, has_joined, has_step, has_loss, is_alone, num_steps, step, loss, num_waits, since, name = (
@@ -138,7 +138,7 @@ class PhaseCounters:
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
-        """Read the seconds of training phases from ``page``, a copy of a program's memory; None if none there."""
+        """Read the seconds of training phases from ``page``, a copy of a program's memory; None without them."""
         if len(page) < COUNTED_BYTES:
             return None
         num_steps, *seconds, idle, disk, workers, messages, long_forward, gc, began = _COUNTERS.unpack_from(

@@ -55,7 +55,7 @@ _current_graph_task_id: Final = find(torch._C, "_current_graph_task_id")
 
 
 def is_in_backward() -> bool | None:
-    """Whether a backward pass of autograd runs in this thread; None if torch lacks the private name."""
+    """Whether a backward pass of autograd runs in this thread; None if this version of torch cannot show this."""
     return None if _current_graph_task_id is None else _current_graph_task_id() >= 0
 
 
@@ -63,12 +63,12 @@ _storage_use_count: Final = find(torch._C, "_storage_Use_Count")
 
 
 def is_held_once(storage: UntypedStorage) -> bool:
-    """Whether only the caller has ``storage``, so that it may be reused; False if torch lacks the private name."""
+    """Whether only the caller has ``storage``, so that it may be reused; False if this torch cannot show this."""
     return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
 
 
 def address_of(reference: StorageWeakRef) -> int:
-    """Return the address of the storage of ``reference``; 0 if it was freed, or torch lacks the private name."""
+    """Return the address of the storage of ``reference``; 0 if it was freed, or if torch does not show it."""
     # before torch 2.10 Python's own weak references to storages become invalid when a storage ends
     make = find(UntypedStorage, "_new_with_weak_ptr")
     storage = None if make is None else make(reference.cdata)
@@ -79,7 +79,7 @@ _share_fd_cpu: Final = find(UntypedStorage, "_share_fd_cpu_")
 
 
 def descriptor_of(storage: UntypedStorage) -> int:
-    """Return the file descriptor of a shared storage. Raises BackendError if torch lacks the private name."""
+    """Return the file descriptor of a shared storage. Raises BackendError if this torch cannot show it."""
     if _share_fd_cpu is None:
         raise BackendError(_lacks("UntypedStorage._share_fd_cpu_"))
     return int(_share_fd_cpu(storage)[0])
@@ -91,7 +91,7 @@ can_swap_memory: Final = _swap_data_ptr is not None
 
 
 def swap_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
-    """Exchange the memory of two storages. Raises BackendError if this torch lacks the private name."""
+    """Exchange the memory of two storages. Raises BackendError if this version of torch cannot do this."""
     if _swap_data_ptr is None:
         raise BackendError(_lacks("UntypedStorage._swap_data_ptr_"))
     _swap_data_ptr(storage, other)
@@ -119,7 +119,7 @@ def skip_tracing(function: F) -> F:
 
 
 def is_caller_the_engine(function_frame: FrameType | None) -> bool:
-    """Whether autograd's C++ engine called the function of this frame; False if torch lacks the private name."""
+    """Whether autograd's C++ engine called the function of this frame; False if this torch does not show it."""
     if function_frame is None or not is_in_backward() or _engine_starter() is None:
         return False
     # the engine is called directly by torch's function that starts the engine, or runs in its own thread
@@ -128,7 +128,7 @@ def is_caller_the_engine(function_frame: FrameType | None) -> bool:
 
 
 def caller_of(function_frame: FrameType) -> FrameType | None:
-    """Return the frame that called the function of a frame; skip the frames of :func:`skip_tracing`."""
+    """Return the frame that called the function of ``function_frame``; skip frames of :func:`skip_tracing`."""
     caller = function_frame.f_back
     while (
         caller is not None and caller.f_globals.get("__name__") == "torch._dynamo.eval_frame"
@@ -155,7 +155,7 @@ def _engine_starter() -> CodeType | None:
 
 
 def backward_pass() -> int | None:
-    """Return the number of this thread's backward pass, -1 if none runs; None if torch lacks the private name."""
+    """Return the number of this thread's backward pass, -1 if none runs; None if this torch does not show it."""
     return None if _current_graph_task_id is None else _current_graph_task_id()
 
 
@@ -163,7 +163,7 @@ _execution_engine: Final = find(Variable, "_execution_engine")
 
 
 def call_after_backward(function: Callable[[], None]) -> bool:
-    """Call ``function`` after the running backward pass. Return True; False if torch lacks the private name."""
+    """Call ``function`` after the running backward pass. Return True; False if this torch cannot do this."""
     if _execution_engine is None:
         return False
     _execution_engine.queue_callback(function)
@@ -171,12 +171,12 @@ def call_after_backward(function: Callable[[], None]) -> bool:
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Return how many writes to ``tensor`` torch has counted; 0 if torch lacks the private name."""
+    """Return how many writes to ``tensor`` torch has counted; 0 if this torch does not show the number."""
     return getattr(tensor, "_version", 0)
 
 
 def num_gradient_hooks(tensor: Tensor) -> int:
-    """Return the number of hooks on the gradient of the leaf ``tensor``; 0 if torch lacks the private names."""
+    """Return the number of hooks on the gradient of the leaf ``tensor``; 0 if this torch does not show it."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return sum(len(getattr(tensor, name, None) or ()) for name in names)
 
@@ -201,7 +201,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def wrapper_tensor(kind: type[T], like: Tensor) -> T:
-    """Make a tensor of the subclass ``kind``, like ``like`` but without memory; ``kind`` defines its operators."""
+    """Make a tensor of subclass ``kind`` in the form of ``like``, without memory; ``kind`` has its operators."""
     form = {"strides": like.stride(), "dtype": like.dtype, "device": like.device}
     return cast("T", _make_wrapper_subclass(kind, like.shape, **form))
 
@@ -216,7 +216,7 @@ def unscaler_of(operator: object) -> Callable[..., None] | None:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` divides gradients by GradScaler's scale itself; False if torch lacks the name."""
+    """Whether ``optimizer`` itself divides gradients by GradScaler's scale; False if torch does not show it."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -227,12 +227,12 @@ def step_without_hooks(kind: type[Optimizer]) -> Callable[..., object]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has compiled ``module`` as a whole; False if torch lacks the private names."""
+    """Whether torch.compile has compiled ``module`` as a whole; False if this torch does not show this."""
     return type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether the method ``compile()`` of ``module`` was called; False if torch lacks the private name."""
+    """Whether the method ``compile()`` of ``module`` was called; False if this torch does not show this."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -241,7 +241,7 @@ _set_profiling_executor: Final = find(torch._C, "_jit_set_profiling_executor")
 
 @cache
 def compile_scripts_at_once() -> None:
-    """Make torch.jit optimize in the first call, without profiling calls before; warn if torch lacks the name."""
+    """Make torch.jit optimize in the first call, without profiling calls; warn if this torch cannot do so."""
     # observed calls give other bits, and the replicas that run in such calls depend on the number of instances
     if _set_profiling_executor is not None:
         _set_profiling_executor(False)  # noqa: FBT003 - torch's signature
@@ -268,7 +268,7 @@ def hide_worker_info() -> None:
 def set_numbers_of_dtensors(
     numbers: Callable[[Any, Any, torch.Generator | None], AbstractContextManager[None]],
 ) -> None:
-    """Make DTensors draw random numbers in the context ``numbers(...)``; only warn if torch lacks the name."""
+    """Make DTensors draw random numbers in the context ``numbers(...)``; warn if this torch cannot do so."""
     random = _module("torch.distributed.tensor._random")
     if not hasattr(random, "_rng_tracker"):
         warnings.warn(
@@ -305,7 +305,7 @@ class _Numbers:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """A context where tensors have shapes but no memory. Raises DescriptionError if torch lacks the name."""
+    """A context where tensors have shapes but no memory. Raises DescriptionError if torch cannot do this."""
     mode = _mode("torch.fx.passes.fake_tensor_prop", "FakeTensorMode")(allow_non_fake_inputs=True)
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which logs the traceback of an error that is raised
     disabled, log.disabled = log.disabled, True
@@ -352,7 +352,7 @@ class PipelineParts(NamedTuple):
 
 
 def parts_of_schedule(schedule: object) -> PipelineParts | None:
-    """Return a pipeline schedule's stages and micro batches; None for other objects, or if torch lacks a name."""
+    """Return a pipeline schedule's stages and micro batches; None for others, or if torch does not show them."""
     number = find(schedule, "_n_microbatches")
     values = [] if number is None else list(vars(schedule).values())
     members = [it for value in values for it in (value if isinstance(value, list) else [value])]

@@ -35,7 +35,7 @@ _create_work_from_future: Final = find(find(torch._C, "_distributed_c10d"), "_cr
 
 
 def done_work(results: list[Any]) -> Any:
-    """Return a finished ``Work`` of torch with ``results``. Raises RuntimeError if torch lacks a private name."""
+    """Return a finished ``Work`` of torch with ``results``. Raises RuntimeError if this torch cannot do so."""
     if _create_work_from_future is None:
         raise RuntimeError(f"torch {torch.__version__} lacks _create_work_from_future: use the backend gloo")
     future: Future[list[Any]] = Future()
@@ -121,7 +121,7 @@ _set_unwrap_func: Final = find(Future, "_set_unwrap_func")
 
 
 def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:
-    """Finish ``future`` so that ``wait()`` calls ``reveal(value)``, which raises; if torch lacks the private name,
+    """Finish ``future`` so that ``wait()`` calls ``reveal(value)``, which raises; if this torch cannot do so,
     ``wait()`` returns ``value``.
     """
     if _set_unwrap_func is not None:
@@ -165,7 +165,7 @@ _world: Final = find(distributed_c10d, "_world")
 
 def num_collectives(apart_from: Collection[int] = ()) -> int:
     """Return how many collectives torch's groups have made, without the groups whose ranks are all in
-    ``apart_from``. Return 0 if torch lacks the private name.
+    ``apart_from``. Return 0 if this torch does not show the number.
     """
     number, groups = 0, find(_world, "pg_map") or ()
     for group in groups:
@@ -189,7 +189,7 @@ def renamed(method: F, name: str) -> F:
 
 @cache
 def accept_monitored_barriers(kind: type[Any]) -> None:
-    """Make ``torch.distributed.monitored_barrier``, which accepts only gloo, accept groups of ``kind`` too."""
+    """Make ``torch.distributed.monitored_barrier``, which accepts only gloo, accept groups of class ``kind``."""
     torchs_own = distributed_c10d.monitored_barrier
 
     @wraps(torchs_own)

@@ -80,7 +80,7 @@ def load_call(folder: Path) -> tuple[Callable[..., object], tuple[object, ...], 
 
 
 def _name_globals(fn: FunctionType) -> None:
-    """Put what was sent with ``fn`` (functions, classes) into the module of ``fn``, where pickle finds it."""
+    """Put the functions and classes that were sent with ``fn`` into the module of ``fn``, where pickle looks."""
     module = sys.modules.setdefault(fn.__module__, ModuleType(fn.__module__))
     for name, value in fn.__globals__.items():
         if getattr(value, "__module__", None) == fn.__module__:

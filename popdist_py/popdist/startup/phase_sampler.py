@@ -304,9 +304,8 @@ class PhaseSampler:
 
 
 def start(page: int, on_first_steps: Callable[[], None]) -> None:
-    """Start a thread that samples the main thread until the program ends; torch must have been imported.
-
-    The thread calls ``on_first_steps`` once, after the first optimizer steps.
+    """Start a thread that samples the main thread until the program ends, and that calls ``on_first_steps`` once,
+    after the first optimizer steps. torch must have been imported before.
     """
     import threading
 

@@ -40,7 +40,7 @@ FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
 
 
 def begin() -> None:
-    """Register poprun's functions in this process, unless another living process uses the same progress memory."""
+    """Register poprun's functions in this process, unless another living process uses its memory for progress."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return

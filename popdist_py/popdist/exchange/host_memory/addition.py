@@ -157,7 +157,7 @@ _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in OPS}
 
 
 class Reduction:
-    """A reduction of shared memory of several ranks, in place, that is prepared once and run repeatedly."""
+    """A reduction of several ranks' tensors in shared memory, in place; prepared once, and run repeatedly."""
 
     def __init__(
         self,

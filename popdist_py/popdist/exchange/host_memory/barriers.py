@@ -100,7 +100,8 @@ class Barriers:
         forks.call_in_children(self._refuse_all)
 
     def wait(self, purpose: int, timeout_seconds: float | None = None) -> None:
-        """Wait until all ranks are here with an equal ``purpose``, the number (below 2**63) of their collective.
+        """Wait until all ranks are at this barrier with an equal ``purpose``, a number (below 2**63) for their
+        collective.
 
         Raises BackendError if a rank was lost or late; the group then ends. Raises CollectiveError if the purposes
         of ranks differ; the group can still be used.

@@ -186,7 +186,7 @@ class HostGroup:
         self.barriers.wait(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
-        """Leave the group; the other ranks detect this. Shared memory stays mapped while views exist."""
+        """Leave the group; the other ranks detect this. Shared memory stays mapped while a tensor uses it."""
         self.barriers.close()
         if self._is_part:  # the segments belong to the whole group, which is closed later
             return

@@ -120,7 +120,7 @@ class SharedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Shared memory that one rank has reserved: a flat uint8 tensor, and its offset in the rank's segment."""
+    """Shared memory that one rank has reserved: a flat uint8 tensor, and its offset in the rank's memory file."""
 
     offset: int
     row: Tensor

@@ -308,7 +308,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def scatter_reduced(backend: Any, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
-    """Reduce and scatter ``inputs`` by torch's ``backend``; return the ``Work``, done if inputs are several."""
+    """Reduce and scatter ``inputs`` by torch's ``backend``; return a ``Work``, already done for several inputs."""
     call = torch_private_groups.reduce_scatter_of(backend)
     works = [call(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
     if len(works) == 1:
@@ -325,7 +325,7 @@ def gathered_parts(outputs: Tensors, inputs: Tensors, size: int) -> list[Any]:
 
 
 def unwrapped(lists: list[list[Tensor]]) -> list[Any]:
-    """Return ``lists`` as results of gloo's futures: a single list instead of a list of one list."""
+    """Return ``lists`` in the form of gloo's results: the list itself if there is only one, else all lists."""
     return lists[0] if len(lists) == 1 else lists
 
 

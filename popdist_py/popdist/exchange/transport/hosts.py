@@ -190,7 +190,7 @@ def num_in_a_row(machines: list[str]) -> int:
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """Return each machine's number of ranks; 1 if these differ, or if several machines have no power of 2."""
+    """Return each machine's number of ranks; 1 if the numbers differ, or are no power of 2 on several machines."""
     num_local = num_in_a_row(machines)
     is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
     return num_local if is_node else 1

@@ -13,7 +13,7 @@ from popdist.ground.contract import Contract
 
 
 def prepare(contract: Contract) -> str:
-    """Set torch's threads and algorithms as ``contract``, the job, says; return text to compare instances."""
+    """Set torch's threads and algorithms as the job's ``contract`` says; return text to compare instances."""
     if contract.num_replicas > 1:
         torch_private.compile_scripts_at_once()
     if contract.num_threads is not None:

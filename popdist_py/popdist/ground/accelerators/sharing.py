@@ -15,16 +15,16 @@ _NAME_BYTES: Final = 64
 
 
 class Gathers(Protocol):
-    """An object, such as a group's collectives, that can gather CPU tensors of the members of a group."""
+    """An object, such as a group's collectives, that can gather CPU tensors of all ranks of a group."""
 
     def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> object:
-        """Write each member's flat byte tensor ``mine`` into ``rows``, one tensor for each member, in order."""
+        """Write each rank's flat byte tensor ``mine`` into ``rows``, one tensor for each rank, in rank order."""
 
 
 def are_distinct(
     collectives: Gathers, size: int, rank: int, device: torch.device | None, host: str, *, warns: bool = True
 ) -> bool:
-    """Whether the members of a group all have different accelerators. All members must call this function.
+    """Whether all ranks of a group have different accelerators. All ranks must call this function.
 
     The first member warns if members share an accelerator, or if accelerators are of several models.
 

@@ -89,7 +89,9 @@ def _names(path: str) -> list[str]:
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """Return the target of the symbolic link ``name``; None if it is none. ``rest`` has the following names."""
+    """Return the target of the symbolic link ``name`` in ``folder``; None if ``name`` is no link. Raise
+    PermissionError if another user owns the link; the message has ``rest``, the path's following names.
+    """
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -111,7 +113,7 @@ def _target(folder: int, name: str, rest: list[str]) -> str | None:
 
 
 def open_below(folder: int, name: str, flags: int, *, makes_folder: bool = False) -> int:
-    """Open ``name`` in ``folder``, but no link; with ``makes_folder``, first make a missing folder ``name``."""
+    """Open the file or folder ``name`` in ``folder``, but no link; with ``makes_folder``, make it if missing."""
     try:
         if makes_folder:
             with suppress(FileExistsError):
