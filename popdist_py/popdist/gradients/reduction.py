@@ -280,7 +280,7 @@ class StepAgreement:
         keeper.end()
 
     def abandon(self) -> None:
-        """Send the other instances, if they wait for the step's end, that it has failed here. Never raises."""
+        """Send the other instances a message that the step has failed, if they wait for its end. Never raises."""
         try:
             if self._is_awaited:
                 with suppress(PopdistError):

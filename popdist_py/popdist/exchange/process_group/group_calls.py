@@ -285,7 +285,7 @@ def _run(tensor: Tensor) -> Tensor:
 
 
 def give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy the results in ``places`` to those of ``tensors`` for which :func:`place_of` made other memory."""
+    """Copy the results in ``places`` to each of ``tensors`` for which :func:`place_of` made other memory."""
     for tensor, place in zip(tensors, places, strict=True):
         if not _is_run(tensor):
             tensor.copy_(place.view(tensor.shape))

@@ -53,7 +53,7 @@ def check_available(backend: str | None) -> None:
 
 
 class Connections:
-    """Connections among all instances of a job; if instances hold parts of replicas, among those of equal part.
+    """Connections among all instances of a job; if instances hold parts of replicas, only among equal parts.
 
     All connections are made and closed together, from the same facts of the job, so the facts stay with them.
     """

@@ -296,7 +296,7 @@ class BucketAllReduce:
 
     def _combine(self, own: Sequence[Tensor]) -> None:
         """Add the buffers ``own`` and the buffers received from other instances in tree order, and send the sum to
-        these instances. Runs in the channel's thread.
+        these instances if they do not compute the whole sum too. Runs in the channel's thread.
         """
         _wait(self._arrivals)
         run = self._runs[self._own]
