@@ -69,7 +69,7 @@ def main(kind: type[Shim]) -> NoReturn:
 
 
 def read_instances(text: str) -> range:
-    """Parse ``text``, the instances of a shim: one instance for a rank such as ``2``, several for ``0-3``."""
+    """Parse the instances of a process from ``text``: only instance 2 for ``2``, instances 0 to 3 for ``0-3``."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
@@ -89,7 +89,7 @@ class Shim:
         self._handlers: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
-        """Fork for each of ``instances`` an agent, which runs its program; if a fork fails, return False."""
+        """Fork an agent, the parent of a program, for each of ``instances``; return False if a fork fails."""
         life_reader, life_writer = os.pipe()
 
         def make_parentage() -> Parentage:
@@ -166,7 +166,7 @@ class Shim:
         del self._handlers[descriptor]
 
     def _await_end(self, agent: int) -> None:
-        """Prepare to reap the agent with the process id ``agent`` as soon as it has ended."""
+        """Let :meth:`wait` reap the agent, the child with the process id ``agent``, as soon as it has ended."""
         end = os.pidfd_open(agent)
 
         def note_end() -> None:
@@ -231,7 +231,7 @@ def _report_end(report: int) -> None:
 
 
 def read_key(file: str) -> str:
-    """Return the key in ``file``. Raises PermissionError if another user can read or write the file."""
+    """Return the job's key in ``file``. Raises PermissionError if another user can read or write the file."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -243,5 +243,5 @@ def read_key(file: str) -> str:
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Print in one line the exception that ended the shim; a traceback would not help a user of poprun."""
+    """Print in one line the exception that ends this process; a traceback would not help a user of poprun."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")
