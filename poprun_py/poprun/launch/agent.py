@@ -81,7 +81,7 @@ def forget_key(key: HeldKey) -> None:
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
-    """Bind this process to cores and NUMA nodes; return {}, or {"memory_not_bound": reason} if only nodes fail."""
+    """Bind this process to cores and NUMA nodes; return {}, or {"memory_not_bound": reason} if only cores work."""
     # child processes inherit both settings: sched_setaffinity(2); set_mempolicy(2), which containers may forbid
     if cores:
         os.sched_setaffinity(0, cores)

@@ -142,7 +142,7 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """Return the commands of srun, MPI or poprun that start the shims, small processes which fork the agents."""
+    """Return the commands of srun, MPI or poprun that start shims: small processes that fork programs' parents."""
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"

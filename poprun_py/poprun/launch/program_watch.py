@@ -386,7 +386,7 @@ class ProgramWatch:
         return max(0.0, self._next_seconds - time.monotonic())
 
     def last_event(self) -> Message:
-        """Return the event for poprun with the last progress that the program wrote before its end."""
+        """Return the message for poprun with the last progress that the program wrote before its end."""
         return {"event": "stats", "progress": self._read_page(), **self._read_numbers()}
 
     def remains(self) -> Message:
@@ -402,7 +402,7 @@ class ProgramWatch:
         return evidence
 
     def measure(self) -> Message:
-        """Measure the program; return the event for poprun with the program's memory and processor time, its
+        """Measure the program; return the message for poprun with the program's memory and processor time, its
         progress, and the numbers that the program has reported, such as the loss.
         """
         self._set_next_measurement()
@@ -423,7 +423,7 @@ class ProgramWatch:
         return self._question is not None
 
     def answer(self) -> Message | None:
-        """Return the event for poprun with the program's stacks or collectives; None while there is no answer."""
+        """Return the message for poprun with the program's stacks or collectives; None before its answer."""
         event = None if self._question is None else self._question.answer()
         if event:
             self._question = None
@@ -431,7 +431,7 @@ class ProgramWatch:
 
     def ask_for_stacks(self, most_helpers: int) -> None:
         """Request the stacks of the program and of at most ``most_helpers`` helper processes, and the collectives
-        in torch's flight recorder. :meth:`answer` returns the event later.
+        in torch's flight recorder. :meth:`answer` returns the answer later.
         """
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers),
@@ -441,7 +441,7 @@ class ProgramWatch:
 
     def ask_for_calls(self, most_helpers: int) -> None:
         """Request the times of the program's last collectives; if ``most_helpers`` is above 0, also the stacks of
-        the program and of at most so many helper processes. :meth:`answer` returns the event later.
+        the program and of at most so many helper processes. :meth:`answer` returns the answer later.
         """
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers) if most_helpers else None,
@@ -472,7 +472,7 @@ class ProgramWatch:
         return RecorderQuestion(pid, descriptor, is_about_moments=is_about_moments)
 
     def _read_announcement(self) -> tuple[int, int]:
-        """Return the announced id of the program's Python process, and its signal for stacks; 0, 0 if none."""
+        """Return the id of the program's Python process and the signal that requests its stacks; else 0, 0."""
         at, form = self._order["announcement_at"], self._order["announcement_format"]
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum

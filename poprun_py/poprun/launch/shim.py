@@ -140,7 +140,7 @@ class Shim:
             os._exit(exit_code)
 
     def wait(self) -> bool:
-        """Wait for the end of all agents, or of the shim's parent; return whether all agents exited with 0."""
+        """Wait until all agents (child processes) or the parent end; return whether all agents exited with 0."""
         try:
             self._on_readable(os.pidfd_open(self._runtime), self._lose_runtime)
             for agent in self._agents:
@@ -186,11 +186,11 @@ class Shim:
             self._report_loss(index, exit_code if exit_code > 1 else 0)
 
     def _lose_runtime(self) -> None:
-        """Report to poprun that the shim's parent has ended; the shim then also ends, and so do its agents."""
+        """Report to poprun that this process's parent has ended; then this process and its agents also end."""
         self._lose_all(0, "runtime_lost")
 
     def _lose_all(self, number: int, event: str = "agent_lost") -> None:
-        """Report all agents to poprun as lost, with the error ``number`` (0: none); wait for no agent any more."""
+        """Report all agents (child processes) to poprun as lost, with an error number or 0; await none of them."""
         self._is_well = False
         for index in (*self._agents.values(), *self._awaited):
             self._report_loss(index, number, event)
@@ -198,7 +198,7 @@ class Shim:
         self._awaited.clear()
 
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
-        """Report an agent to poprun as lost, with an error number or 0, and wait until poprun has the report."""
+        """Report an agent (child process) to poprun as lost, with an error number or 0; wait for the receipt."""
         # without waiting, poprun would think that the end of this process was the first failure
         from poprun.launch.messages import ProtocolError
         from poprun.launch.messages.control import connect

@@ -83,7 +83,7 @@ class TreeEnding:
         self._deadline_seconds = 0.0
 
     def is_over(self, program: int | None) -> bool:
-        """Whether all processes that must end have ended; if the deadline has passed, also kill the remaining."""
+        """Whether all processes that must end have ended; after the deadline, also kill those that have not."""
         if self._deadline_seconds is None or self._is_given_up:
             return self._is_given_up
         tree = own_tree()

@@ -109,7 +109,7 @@ class HostClocks:
         self._due_seconds: dict[str, float] = {}
 
     def ask(self, reachable: Collection[int], now_seconds: float) -> None:
-        """Ask each host that was not asked in the last 5 s for its time, over an instance in ``reachable``."""
+        """Ask each host for its time, by an instance in ``reachable``, unless it was asked in the last 5 s."""
         for index, host in self._host_of.items():
             if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
                 self._due_seconds[host] = now_seconds + self._round_seconds
@@ -117,7 +117,7 @@ class HostClocks:
                 self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
 
     def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
-        """Record the time in a host's answer; ask the host again until this round of six questions is complete."""
+        """Record the time in a host's answer; ask the host again until it has answered six questions in a row."""
         exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
         host = self._host_of.get(instance, "")
         num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)

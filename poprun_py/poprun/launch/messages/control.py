@@ -213,7 +213,7 @@ class Link:
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
-        """Return received messages that pass ``check``, and the others' errors; None if the other end is gone."""
+        """Return received messages that ``check`` accepts, and others' errors; None if the other end is gone."""
         try:
             data, descriptors = receive_descriptors(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
         except OSError:

@@ -70,7 +70,7 @@ class KillCounts(NamedTuple):
     on_machine: int | None = None  # on the machine; None if unknown
 
     def since(self, before: "KillCounts") -> "KillCounts":
-        """Return these counts of killed processes minus the earlier counts ``before``; None for unknown counts."""
+        """Return how many processes the kernel has killed since the earlier counts ``before``; None if unknown."""
         pairs = zip(self, before, strict=True)
         return KillCounts(*(None if now is None or then is None else now - then for now, then in pairs))
 
@@ -87,7 +87,7 @@ def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: st
 
 
 def named_count(path: str, name: str) -> int | None:
-    """Return the number after ``name`` in the file ``path``, whose lines are names with numbers; None if none."""
+    """Return the number after ``name`` in a file whose lines are names with numbers; None if it is missing."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in read_text(path).splitlines()]
         return next((int(row[1]) for row in rows if row[:1] == [name]), None)
@@ -132,7 +132,7 @@ def users_open_files() -> int:
 
 
 def raise_open_files(num_instances: int) -> None:
-    """Enlarge this process's soft limit of open files for a job. Raise LaunchError if it cannot be enough."""
+    """Enlarge this process's soft limit of open files for a job. Raise LaunchError if that is impossible."""
     users_open_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

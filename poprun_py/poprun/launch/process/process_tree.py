@@ -240,7 +240,7 @@ class StoppedChildren:
         self._next_seconds = 0.0
 
     def continue_them(self) -> None:
-        """At most once a second, send SIGCONT to the children that the last search found stopped; search again."""
+        """Send SIGCONT to children that the last search found stopped, and search again; at most once a second."""
         if time.monotonic() >= self._next_seconds:  # a pause of the whole job also stops this process
             self._next_seconds = time.monotonic() + STOPPED_SECONDS
             send(self._seen, signal.SIGCONT)
