@@ -184,7 +184,7 @@ def config_model(table: object, origin: str, numbers: Iterable[str] = ()) -> Mod
 
 
 def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
-    """Raise ModelError if a Hugging Face configuration is no model of equal transformer layers."""
+    """Check that a Hugging Face configuration describes equal transformer layers. Raise ModelError if not."""
     inner = table.get("ffn_config")
     tables = (table, inner) if isinstance(inner, dict) else (table,)
     if any(one.get(name) for one in tables for name in _EXPERTS):
@@ -200,7 +200,7 @@ def _check_planned(table: Mapping[str, Any], kind: str, origin: str) -> None:
 
 
 def _config_number(table: Mapping[str, Any], number: str, origin: str) -> int | None:
-    """Return a model's size ``number`` from a Hugging Face configuration; None if it is optional and missing."""
+    """Return the size called ``number`` from a Hugging Face configuration; None if it is optional and missing."""
     names = FIELD_NAMES[number]
     name = next((name for name in names if table.get(name) is not None), None)
     if name is None and number in _USUAL:
@@ -293,7 +293,7 @@ _KINDS: Final[tuple[tuple[type, type | UnionType, str], ...]] = (
 
 
 def _checked(value: Any, least: Any, name: str) -> Any:
-    """Return the parsed JSON ``value`` if its types and keys are as in ``least``, and its numbers not smaller.
+    """Return the parsed JSON ``value`` if it agrees with ``least``: same types and keys, no smaller number.
 
     Raises TypeError or ValueError if ``value`` does not agree with ``least``.
     """

@@ -31,7 +31,7 @@ class Duration:
 
     @property
     def total(self) -> float:
-        """Predicted seconds of the whole step, the sum of all activities."""
+        """Predicted seconds of the whole step: the sum of all activities, such as passes and collectives."""
         return math.fsum(getattr(self, f.name) for f in fields(self))
 
 
@@ -63,7 +63,7 @@ def duration_of(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def running_duration(workload: Workload, mapping: Mapping) -> Duration:
-    """Return the seconds of a step's passes, by activity; sharding and offloading do not change these seconds."""
+    """Return the seconds of a step's passes, by activity, without what sharding and offloading add."""
     shown = shown_stages(workload.model, mapping.pipeline)
     stages = [_stage_passes(stage, workload, mapping) for stage in shown]
     slowest = max(stages, key=lambda passes: passes.total)
@@ -78,7 +78,7 @@ def running_duration(workload: Workload, mapping: Mapping) -> Duration:
 
 
 def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return ``running``, a step's duration, plus the seconds of the update and of collectives over replicas."""
+    """Add a step's weight update and collectives over replicas to ``running``, the duration of its passes."""
     parameters = most_parameters(workload.model, mapping.pipeline, mapping.tensor)
     return replace(
         running,
@@ -89,7 +89,7 @@ def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration
 
 
 def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
-    """Return the duration ``found`` of a step plus its waits for the slower memory beside the device's memory."""
+    """Return a step's duration with waits for slower memory added; ``found`` is its duration without the waits."""
     waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
     return replace(found, streaming=waiting) if waiting else found
 
@@ -106,7 +106,7 @@ def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
 
 
 def _all_stages(mapping: Mapping, shown: list[_Passes]) -> float:
-    """Return a micro batch's seconds in all stages; ``shown`` has the first, the last, and one for all between."""
+    """Return a micro batch's seconds in all stages; ``shown`` has the first, one of all between, and the last."""
     between = mapping.pipeline - 2
     return sum(passes.total for passes in shown) + max(0, between - 1) * shown[len(shown) // 2].total
 
@@ -127,7 +127,7 @@ def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes
 
 
 def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
-    """Return the seconds of a micro batch's passes through ``layer``, recomputed if the model runs in phases."""
+    """Return a micro batch's seconds in ``layer``, which is recomputed if layers are loaded in groups (phases)."""
     passes = _layer_passes(layer, workload, _way(workload, mapping))
     if not mapping.has_layer_phases or layer.can_recompute:
         return passes
@@ -178,7 +178,7 @@ def _parameter_bytes(parameters: float, passes: int, training: Training) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The collectives of one kind of a group of devices in a step, counted as rounds of data in a ring."""
+    """The collectives that a group of devices makes for one purpose in a step, counted as rounds in a ring."""
 
     name: str  # the field of `Duration` to which the time is added
     rounds: float  # rounds in the ring: an all-reduce takes 2, a reduce-scatter or all-gather 1
@@ -189,11 +189,11 @@ class Exchange:
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in a step for the collectives of this kind."""
+        """Bytes that each device of the group sends in a step for the group's collectives of one purpose."""
         return self.rounds * (self.devices - 1) / self.devices * self.size
 
     def seconds(self, machine: Machine, constants: Constants) -> float:
-        """Return the seconds of a step's collectives of this kind, from the links' bandwidth and latency."""
+        """Return the seconds of the group's collectives in a step, from the links' bandwidth and latency."""
         waits = (machine.collective_seconds or constants.collective_seconds) * math.sqrt(math.log2(self.devices))
         return self.sent / bandwidth(self.stride, self.is_near, machine, constants) + self.rounds / 2 * waits
 
@@ -241,7 +241,7 @@ def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
 
 
 def _exchange_seconds(name: str, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds of those collectives over replicas that belong to the field ``name`` of `Duration`."""
+    """Return the seconds of a step's collectives over replicas that count in the field ``name`` of `Duration`."""
     every = exchanges(workload, mapping)
     return sum(one.seconds(workload.machine, workload.constants) for one in every if one.name == name)
 
@@ -261,7 +261,7 @@ def transfer_bytes(workload: Workload, mapping: Mapping) -> float:
 
 
 def _optimizer_seconds(parameters: float, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds of the update of ``parameters``, which reads and writes weights and state."""
+    """Return the seconds to update ``parameters`` weights, limited by the memory traffic of weights and state."""
     training, device = workload.training, workload.machine.device
     moved = 2 * training.optimizer_bytes + training.gradient_bytes + training.weight_bytes
     speed = device.memory_bytes_per_second * workload.constants.memory_efficiency
@@ -306,7 +306,7 @@ def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Ma
 
 @lru_cache(maxsize=1024)
 def phase_plan(workload: Workload, mapping: Mapping) -> PhasePlan:
-    """Return the plan of a step of a model whose layers are in memory in groups (phases), one after the other."""
+    """Return the predicted memory and time of a step that loads the layers in groups (phases), one by one."""
     device, units, loop = workload.machine.device, phase_units(workload, mapping), phase_loop(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
     passes = [_passes(layer, workload, mapping).total for layer, n in stage.layers for _ in range(n)]

@@ -24,7 +24,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes in the device's own memory, the sum of all kinds."""
+        """Bytes in the device's own memory: weights, gradients, optimizer state, activations and workspace."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
     @property
@@ -91,7 +91,7 @@ def _of_stage(stage: Stage, workload: Workload, mapping: Mapping) -> Memory:
 
 
 def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
-    """Return the memory of a device that has two parts of the model (phases) in memory at a time."""
+    """Return the memory of a device that has two parts of the model (phases) in memory at the same time."""
     units, loop = phase_units(workload, mapping), phase_loop(workload, mapping)
     memory = memory_with(units, phase_cuts(units, mapping.phases, loop), loop)
     stored = sum(unit.updated_bytes + unit.state_bytes + loop.has_sums * unit.gradient_bytes for unit in units)
@@ -106,7 +106,7 @@ def _of_phases(workload: Workload, mapping: Mapping) -> Memory:
 
 
 def phase_loop(workload: Workload, mapping: Mapping) -> Loop:
-    """Return a step's micro batches, and whether a host's replicas share one copy of a phased model's weights."""
+    """Return a step's number of micro batches, and whether a host's replicas share weights in slower memory."""
     number = mapping.num_micro_batches(workload.training.global_batch)
     return Loop(num_micro_batches=number, is_shared=_num_sharing(workload, mapping) > 1)
 
@@ -118,7 +118,7 @@ def _num_sharing(workload: Workload, mapping: Mapping) -> int:
 
 @lru_cache(maxsize=256)
 def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
-    """Return the bytes of each layer of a model whose layers are in memory one after the other (phases)."""
+    """Return the bytes of each layer of a model whose layers are loaded one after the other (in phases)."""
     training, tensor = workload.training, mapping.tensor
     sharing = _num_sharing(workload, mapping)
     (stage,) = shown_stages(workload.model, 1)
@@ -170,7 +170,7 @@ def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
 
 
 def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
-    """Return the bytes of torch's pipelines and sequence parallelism that the published equations do not have."""
+    """Return the bytes of torch's pipelines and sequence parallelism that are not in the published equations."""
     if workload.training.engine != "torch" or workload.machine.device.is_compiled_for:
         return 0.0
     number = mapping.num_micro_batches(workload.training.global_batch)
@@ -182,7 +182,7 @@ def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
 
 
 def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under_way: float) -> float:
-    """Return the bytes of a stage's buffers for sends and receives, per sample of a micro batch, in 16 bits.
+    """Return the bytes of a stage's buffers for sends and receives, per sample, if numbers have 16 bits.
 
     A stage has buffers for the activations and gradients that it receives for each micro batch of a step. The
     received activations of micro batches under way are counted with the layers. A stage keeps a sent tensor until
@@ -194,7 +194,7 @@ def _sent_bytes(stage: Stage, block: Layer, mapping: Mapping, number: int, under
 
 
 def _joined_bytes(stage: Stage, mapping: Mapping, under_way: float) -> float:
-    """Return the bytes of sequences that sequence parallelism joins, per sample of a micro batch, in 16 bits.
+    """Return the bytes of the sequences that sequence parallelism joins from parts, per sample, as 16-bit numbers.
 
     torch keeps the joined sequences; other libraries join the parts again in the backward pass. Embedding and
     logits are not divided along the sequence.
@@ -227,7 +227,7 @@ def _gathered_bytes(stage: Stage, parameters: float, workload: Workload, mapping
 
 @lru_cache(maxsize=4096)
 def _phase_share(stage: Stage, tensor: int, phases: int) -> float:
-    """Return the share of a stage's parameters that its largest phase has, if ``phases`` phases are cut evenly.
+    """Divide a stage's layers evenly into ``phases`` groups; return the largest group's share of the parameters.
 
     While one phase runs, the next phase is read: a part of a layer replaces the part that has been computed.
     """

@@ -59,7 +59,7 @@ class Device:
         return not (self.launches_ahead or self.operator_seconds)
 
     def precision(self, asked: str | None) -> Precision:
-        """Return ``asked``, or the usual precision if None. Raise MachineError if the device cannot use it."""
+        """Return the precision ``asked``, or the usual one for None. Raise MachineError if the device lacks it."""
         known = [name for name in PRECISIONS if name in self.flops]
         usual: tuple[Precision, ...] = ("bf16", "fp16", *PRECISIONS)
         chosen = next((name for name in usual if name in known and asked in (None, name)), None)
@@ -97,7 +97,7 @@ class PlannedDevices:
     are_gpus: bool
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a value has a type or range that poprun-size never writes."""
+        """Check the values. Raise ValueError if one has a type or range that poprun-size never writes."""
         are_numbers = _is_number(self.memory_gib, 0), _is_number(self.per_host, 1)
         if not (all(are_numbers) and {type(self.machine), type(self.device)} == {str}):
             raise ValueError(f"{shown(asdict(self))} are no devices")
@@ -185,7 +185,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
 
 
 def _figure(table: Mapping[str, object], key: str, place: str) -> float:
-    """Return a machine's number ``key`` in a YAML file, or its default. Raise MachineError if out of range."""
+    """Return a machine's number called ``key`` in a YAML file, or its default. Raise MachineError if wrong."""
     least, default = FIGURES[key]
     value = table.get(key, default)
     whole = key in _WHOLE

@@ -60,7 +60,7 @@ class Training:
     engine: str = "torch"
 
     def __post_init__(self) -> None:
-        """Raise MappingError if a setting is unknown, or the global batch is out of range."""
+        """Check the settings. Raise MappingError if one is unknown, or the global batch is out of range."""
         if not 1 <= self.global_batch <= MOST_SAMPLES:
             raise MappingError(f"a global batch has 1 to {MOST_SAMPLES} samples, and not {self.global_batch}")
         _one_of("precision", self.precision, PRECISIONS)
@@ -101,7 +101,7 @@ class Workload:
     constants: Constants = CONSTANTS  # which share of the machine's speeds programs reach
 
     def __post_init__(self) -> None:
-        """Raise MappingError if machine or model are too large, or the memory limit is not above 0."""
+        """Check the sizes. Raise MappingError if one is too large, or the memory limit is not above 0."""
         limit = self.memory_limit_bytes
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise MappingError(f"a memory limit of {limit} bytes is no limit: give a number above 0")
@@ -126,7 +126,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapping:
-    """How devices share a model, on ``tensor`` times ``pipeline`` times ``replicas`` devices."""
+    """A division of a model: each layer on ``tensor`` devices, in ``pipeline`` stages, in ``replicas`` copies."""
 
     tensor: int = 1  # devices that share each layer
     pipeline: int = 1  # stages that the layers are cut into
@@ -220,7 +220,7 @@ _CHOICES: Final = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "sharding": SH
 
 
 def parse_mapping(words: str) -> dict[str, Any]:
-    """Return the values in a text such as ``tensor=8,pipeline=4``, by name. Raises MappingError if wrong."""
+    """Return a mapping's values, by name, from a text such as ``tensor=8``. Raise MappingError if it is wrong."""
     values: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in words.replace(" ", ",").split(","))):
         name, equals, value = part.partition("=")
@@ -252,7 +252,7 @@ def mapping_name(name: str) -> str:
 
 
 def parse_value(key: str, value: str) -> Any:
-    """Return the text ``value`` in the type of the field ``key`` of `Mapping`; for tensor ``8x8`` means 64."""
+    """Return ``value``, a text, in the type of the field ``key`` of `Mapping`; for tensor, ``8x8`` means 64."""
     word = value.strip().lower()
     if key in _CHOICES:
         return _one_of(key, _VALUES[key].get(word, word), _CHOICES[key])
@@ -272,7 +272,8 @@ def parse_count(name: str, value: str) -> int:
 
 
 def completed(values: Table[str, Any], num_devices: int) -> Mapping:
-    """Return the mapping with ``values``; by default, replicas fill ``num_devices``, and all share sharded state.
+    """Return the mapping with the given ``values``; by default, replicas use all ``num_devices`` devices, and all
+    replicas share the sharded state.
 
     If a stage has several pieces, the schedule is interleaved. Layers that run in phases are recomputed.
     """
@@ -286,7 +287,7 @@ def completed(values: Table[str, Any], num_devices: int) -> Mapping:
 
 
 def check(mapping: Mapping, workload: Workload) -> None:
-    """Raise MappingError, with the nearest legal values, if no program could run ``mapping``."""
+    """Check that a program can run ``mapping``. Raise MappingError, with the nearest legal values, if not."""
     if (mapping.offload_activations or mapping.offload_optimizer or mapping.phases > 1) and not (
         workload.machine.device.streaming_bytes_per_second
     ):
@@ -300,7 +301,7 @@ def check(mapping: Mapping, workload: Workload) -> None:
 
 
 def check_model(mapping: Mapping, model: Model) -> None:
-    """Raise MappingError if the layers or sizes of ``model`` do not divide over the devices of ``mapping``."""
+    """Check that the sizes of ``model`` divide over the devices of ``mapping``. Raise MappingError if not."""
     _check_tensor(mapping, model)
     pipeline, interleave = mapping.pipeline, mapping.interleave
     if pipeline * interleave > model.num_layers:
@@ -316,7 +317,7 @@ def check_model(mapping: Mapping, model: Model) -> None:
 
 
 def _check_tensor(mapping: Mapping, model: Model) -> None:
-    """Raise MappingError if tensor or sequence parallelism does not divide the model's sizes."""
+    """Check that tensor and sequence parallelism divide the model's sizes. Raise MappingError if not."""
     if undivided := model.undivided(mapping.tensor):
         name, number = undivided[0]
         near = [t for t in divisors(number) if not model.undivided(t)]
@@ -336,7 +337,7 @@ def _check_tensor(mapping: Mapping, model: Model) -> None:
 
 
 def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
-    """Raise MappingError if phases, interleaving and schedule contradict each other or the model."""
+    """Check that phases, interleaving and schedule agree, and fit the model. Raise MappingError if not."""
     model, pipeline, interleave = workload.model, mapping.pipeline, mapping.interleave
     most = most_phases(model, pipeline, are_layers=mapping.has_layer_phases)
     if mapping.phases > most:
@@ -360,7 +361,7 @@ def _check_pipeline(mapping: Mapping, workload: Workload) -> None:
 
 
 def _check_batch(mapping: Mapping, global_batch: int) -> None:
-    """Raise MappingError if replicas and micro batch do not divide the global batch."""
+    """Check that replicas times micro batch divides the global batch. Raise MappingError if it does not."""
     if global_batch % mapping.micro_batch:
         raise MappingError(
             f"micro_batch={mapping.micro_batch} does not divide a global batch of {global_batch}: "
@@ -375,7 +376,7 @@ def _check_batch(mapping: Mapping, global_batch: int) -> None:
 
 
 def _check_shards(mapping: Mapping) -> None:
-    """Raise MappingError if a number of shards does not divide the replicas, or contradicts ``sharding``."""
+    """Check the numbers of shards. Raise MappingError if one does not divide the replicas, or fit ``sharding``."""
     weights, optimizer = mapping.weight_shards, mapping.optimizer_shards
     for name, number in (("weight_shards", weights), ("optimizer_shards", optimizer)):
         if mapping.replicas % number:
@@ -464,7 +465,9 @@ def _word(value: object) -> str:
 
 @lru_cache(maxsize=512)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of ``number``, ascending; above 10^12 only divisors d up to 10^6, and ``number`` / d."""
+    """Return the divisors of ``number`` in ascending order; if it is above 10^12, only those up to 10^6 and their
+    quotients ``number`` / divisor.
+    """
     low = [d for d in range(1, min(math.isqrt(number), _LARGEST_ROOT) + 1) if number % d == 0]
     return tuple(sorted({*low, *(number // d for d in low)}))
 

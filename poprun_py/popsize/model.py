@@ -27,7 +27,7 @@ class Split:
     whole: float = 0.0  # the part that each of these devices has in full, unless sequence parallelism divides it
 
     def on_device(self, tensor: int, *, sequence_parallel: bool = False) -> float:
-        """Return the amount on one of ``tensor`` devices that share each layer by tensor parallelism."""
+        """Return the amount, such as bytes, on each of ``tensor`` devices that share each layer of a model."""
         return self.divided / tensor + self.whole / (tensor if sequence_parallel else 1)
 
     def __add__(self, other: "Split") -> "Split":
@@ -75,7 +75,7 @@ class Layer:
     parts: tuple[float, ...] = (1.0,)  # shares of the parameters between the places where a phase may end
 
     def stored(self, recompute: Recompute) -> Split:
-        """Return the bytes of activations that a sample keeps; the part ``recompute`` is computed again."""
+        """Return the bytes of activations that a sample keeps, if the activations ``recompute`` are recomputed."""
         if recompute == "none" or not self.can_recompute:
             return self.kept
         if recompute == "layer":
@@ -96,7 +96,7 @@ class Model:
     tied_parameters: float = 0.0
 
     def undivided(self, tensor: int) -> list[tuple[str, int]]:
-        """Return the names and sizes of the model that do not divide over ``tensor`` devices."""
+        """Return the name and value of each size, such as heads, that ``tensor`` devices cannot share evenly."""
         pairs = [(name, number) for name, number in self.divisors if number % tensor]
         return [(name, number) for name, number in pairs if name != "kv_heads" or tensor % number]
 
@@ -108,7 +108,7 @@ class Model:
 
     @cached_property
     def num_layers(self) -> int:
-        """Number of layers in the longest run of equal layers, which stages and phases divide."""
+        """Number of layers in the model's longest run of equal layers, which the pipeline stages divide."""
         return self.block.count
 
     @cached_property
@@ -146,7 +146,7 @@ class Transformer:
     full_loss: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ModelError for sizes out of range, or that do not divide evenly over heads or heads of keys."""
+        """Check the sizes. Raise ModelError if one is out of range, or heads do not divide a size evenly."""
         needed = ("layers", "hidden", "heads", "sequence")
         for name in (*needed, "vocab", "head_width", "kv_heads", "ffn", "positions"):
             least, most = int(name in needed), 10**5 if name == "layers" else 10**9

@@ -39,13 +39,13 @@ class UnitCost:
     update_seconds: float  # the update of the unit's weights
 
     def slot_bytes(self, *, has_sums: bool) -> float:
-        """Return the bytes of the unit's weights and optimizer state; if ``has_sums``, also of its gradients."""
+        """Return the bytes of the unit's weights and optimizer state, and with ``has_sums`` of its gradients."""
         return self.weight_bytes + self.state_bytes + has_sums * self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The settings of a step of a model in phases: its number of micro batches, and when weights are updated."""
+    """The settings of a step that loads layers group by group (in phases): micro batches, and weight updates."""
 
     num_micro_batches: int = 1
     updates_apart: bool = False  # whether updates have a pass of their own, because they need all gradients first
@@ -67,7 +67,7 @@ class StoreSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMemory:
-    """The largest number of bytes in memory during a step in phases, by kind."""
+    """The largest number of bytes, by kind, in memory at once in a step that loads layers group by group."""
 
     weights: float  # weights in the two slots, each as large as the slot's largest phase
     state: float  # the optimizer's state in the two slots
@@ -76,13 +76,13 @@ class PhaseMemory:
 
     @property
     def total(self) -> float:
-        """Bytes in memory, the sum of all kinds."""
+        """Bytes in memory: weights, optimizer state, sums of gradients, and activations together."""
         return self.weights + self.state + self.sums + self.activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStep:
-    """The predicted seconds of a step in phases, by activity, and the bytes that it reads and writes."""
+    """The predicted seconds, reads and writes of a step that loads layers group by group (in phases)."""
 
     computing: float  # seconds of passes and updates
     reading: float  # seconds in which the step only waits for reads
@@ -92,25 +92,27 @@ class PhaseStep:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the step: computing and waiting for the store together."""
+        """Predicted seconds of the step: computing and waiting for slower memory together."""
         return self.computing + self.reading + self.writing
 
     def grown(self, shorter: "PhaseStep", times: int) -> "PhaseStep":
-        """Return a step with ``times`` micro batches more; ``shorter`` is a step with one micro batch fewer."""
+        """Return this step with ``times`` more micro batches. Each of them adds the difference between this step
+        and ``shorter``, a step with one micro batch fewer.
+        """
         values = {f.name: (getattr(self, f.name), getattr(shorter, f.name)) for f in fields(self)}
         return PhaseStep(**{name: value + times * (value - less) for name, (value, less) in values.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """A division of a model's layers into phases, with the memory and the duration of a step."""
+    """A division of a model's layers into groups (phases) that are loaded one by one, with its memory and time."""
 
     cuts: tuple[int, ...]  # the first unit of each phase
     memory: PhaseMemory
     step: PhaseStep
 
     def sentence(self, beside_bytes: float) -> str:
-        """Return the plan as text for the user; the program needs ``beside_bytes`` besides the plan's memory."""
+        """Return the plan as text for the user; the program needs ``beside_bytes`` in addition to the plan."""
         number, step, rest = len(self.cuts), self.step, self.memory.activations
         return (
             f"{number} phase{'s' if number > 1 else ''}: {_shown(self.memory.total - rest)} for {min(2, number)} "
@@ -123,7 +125,8 @@ class PhasePlan:
 def plan_phases(
     units: Sequence[UnitCost], budget_bytes: float, speed: StoreSpeed, loop: Loop
 ) -> PhasePlan | PhaseMemory:
-    """Return the plan with the fewest phases that fits ``budget_bytes`` and is at most 1 % slower than any.
+    """Return the division of a model into the fewest phases (groups of layers that are loaded one by one) that
+    fits into ``budget_bytes`` and is at most 1 % slower than the fastest division.
 
     If no plan fits, return the least memory of a plan. Few large phases are not always fastest, because nothing is
     computed while the last phase is written, and little while the first state of the optimizer is read.
@@ -138,17 +141,17 @@ def plan_phases(
 
 
 def plan_with(units: Sequence[UnitCost], cuts: Sequence[int], speed: StoreSpeed, loop: Loop) -> PhasePlan:
-    """Return memory and duration of a step whose phases begin at the units (layers) with the indices ``cuts``."""
+    """Return memory and time of a step that loads layer groups (phases) one by one, which begin at ``cuts``."""
     phases, number = _joined(units, cuts), loop.num_micro_batches
-    step = _walked(phases, speed, replace(loop, num_micro_batches=min(number, _WALKED)))
+    step = _simulate_step(phases, speed, replace(loop, num_micro_batches=min(number, _WALKED)))
     if number > _WALKED:
-        shorter = _walked(phases, speed, replace(loop, num_micro_batches=_WALKED - 1))
+        shorter = _simulate_step(phases, speed, replace(loop, num_micro_batches=_WALKED - 1))
         step = step.grown(shorter, number - _WALKED)
     return PhasePlan(cuts=tuple(cuts), memory=memory_with(units, cuts, loop), step=step)
 
 
 def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> PhaseMemory:
-    """Return the memory of a step whose phases begin at the units (layers) with the indices ``cuts``."""
+    """Return the memory of a step that loads layer groups (phases) one by one, which begin at ``cuts``."""
     phases = _joined(units, cuts)
     size = partial(UnitCost.slot_bytes, has_sums=loop.has_sums)
     slots = [max(part, key=size) for part in (phases[::2], phases[1::2]) if part]
@@ -164,22 +167,22 @@ def memory_with(units: Sequence[UnitCost], cuts: Sequence[int], loop: Loop) -> P
 
 
 def phase_cuts(units: Sequence[UnitCost], num_phases: int, loop: Loop) -> tuple[int, ...]:
-    """Return the index of the first unit (layer) of each of ``num_phases`` phases of nearly equal bytes."""
+    """Cut layers into ``num_phases`` groups of nearly equal bytes; return the index of each one's first layer."""
     return even_cuts(tuple(unit.slot_bytes(has_sums=loop.has_sums) for unit in units), num_phases)
 
 
 @lru_cache(maxsize=4096)
 def even_cuts(sizes: tuple[float, ...], number: int) -> tuple[int, ...]:
-    """Return where each of ``number`` parts of ``sizes`` begins, so that the largest part is smallest."""
+    """Cut ``sizes`` into ``number`` parts, so that the largest sum is smallest; return where each part begins."""
     least, most = max(*sizes, sum(sizes) / number), sum(sizes)
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
-        least, most = (least, middle) if len(_filled(sizes, 1, middle)) <= number else (middle, most)
-    return _filled(sizes, number, most)
+        least, most = (least, middle) if len(_cut_parts(sizes, 1, middle)) <= number else (middle, most)
+    return _cut_parts(sizes, number, most)
 
 
-def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ...]:
-    """Cut ``sizes`` into ``number`` or more parts with sums up to ``most``, and return where parts begin."""
+def _cut_parts(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ...]:
+    """Cut ``sizes`` into ``number`` or more parts with sums up to ``most``; return the index where each begins."""
     begins, filled = list[int](), 0.0
     for place in reversed(range(1, len(sizes))):
         filled += sizes[place]
@@ -190,13 +193,13 @@ def _filled(sizes: tuple[float, ...], number: int, most: float) -> tuple[int, ..
 
 
 def numbers_of_phases(most: int) -> list[int]:
-    """Return the numbers of phases to try, from 1 to ``most``; of the numbers above 16, only some."""
+    """Return which numbers of phases (layer groups) to try: all from 1 to 16, and some above, up to ``most``."""
     step = most // _FINE + 1
     return [it for it in range(1, most + 1) if it <= _FINE or it % step in (0, 1) or it >= most - 1]
 
 
 def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
-    """Return the cost of each phase: the sum of the costs of its units (layers); phases begin at ``cuts``."""
+    """Return the cost of each phase, a group of layers: the sum of its layers' costs. Phases begin at ``cuts``."""
     names = [f.name for f in fields(UnitCost)]
     return [
         UnitCost(**{name: sum(getattr(unit, name) for unit in units[first:last]) for name in names})
@@ -206,7 +209,7 @@ def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """One computation with a phase in a step: its forward pass, its backward pass or its update."""
+    """One computation of a step with a phase, a group of layers: a forward pass, a backward pass or an update."""
 
     phase: int
     computing: float  # seconds
@@ -215,7 +218,7 @@ class _Visit:
 
 
 def _visits(phases: Sequence[UnitCost], loop: Loop) -> Iterator[_Visit]:
-    """Yield the computations of a step in order: each micro batch forward and backward, then separate updates."""
+    """Yield the computations of a step in order: each micro batch forward and backward, then later updates."""
     rows = [*enumerate(phases)]
     for number in range(loop.num_micro_batches):
         for place, phase in rows:
@@ -233,13 +236,13 @@ def _visits(phases: Sequence[UnitCost], loop: Loop) -> Iterator[_Visit]:
 
 
 def _updated(place: int, phase: UnitCost, seconds: float, read_bytes: float) -> _Visit:
-    """Return a visit of ``phase`` that computes for ``seconds``, perhaps a backward pass, and updates weights."""
+    """Return the computation that updates the layers ``phase``, after ``seconds`` of a backward pass (or 0)."""
     seconds += phase.update_seconds
     return _Visit(place, seconds, read_bytes + phase.state_bytes, phase.updated_bytes + phase.state_bytes)
 
 
-def _walked(phases: Sequence[UnitCost], speed: StoreSpeed, loop: Loop) -> PhaseStep:
-    """Simulate a step in phases, and return its duration and the bytes that it reads and writes.
+def _simulate_step(phases: Sequence[UnitCost], speed: StoreSpeed, loop: Loop) -> PhaseStep:
+    """Simulate a step that loads the layer groups ``phases`` one by one; return its seconds, reads and writes.
 
     At first phases 0 and 1 are in the slots, unless other instances have changed them (``loop.is_shared``). Only
     one transfer runs at a time. The changes of a visit are written after the read of the next visit, and before

@@ -84,7 +84,7 @@ def _cube(one: Candidate, drawn: dict[str, int], top: int) -> tuple[list[str], t
 
 
 def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
-    """Return the text lines of a pipeline stage's devices: layers, logits, and the part of each layer there."""
+    """Return the lines of text in a picture of a pipeline stage's devices: their layers, and each layer's part."""
     stages = stages_of(model, mapping.pipeline)
     blocks = [sum(n for layer, n in one.layers if layer is model.block) for one in stages]
     first, last = [0, *accumulate(blocks)][stage], list(accumulate(blocks))[stage]
@@ -95,7 +95,7 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
 
 
 def _phase_words(one: Candidate) -> list[str]:
-    """Return lines about the phases, the parts of a stage that are in memory in turn; [] without phases."""
+    """Return lines of text about phases, parts of a stage in memory one after the other; [] without phases."""
     mapping = one.mapping
     if mapping.phases == 1:
         return []

@@ -91,7 +91,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of a search: the mappings that fit, and the next faster mapping that does not fit."""
+    """The result of a search: mappings (divisions of a model) that fit, and a faster mapping that does not."""
 
     # The mappings that fit, fastest first: for each shape only the fastest, and at least the 500 fastest shapes.
     fitting: tuple[Candidate, ...]
@@ -107,7 +107,8 @@ def predict(workload: Workload, mapping: Mapping) -> Candidate:
 
 
 def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -> Answer:
-    """Return the fastest mappings on all devices with the ``fixed`` values: ``num_fastest`` or more, if they fit.
+    """Return the fastest mappings (divisions of a model over devices) that fit in memory and have the ``fixed``
+    values, at least ``num_fastest`` if so many fit. Raise MappingError if no mapping is legal.
 
     A shape is a mapping without the fields of `_STATE`. Shapes are tried in the order of a lower bound of their
     durations. For each shape, the fastest way to keep state that fits is returned.
@@ -141,7 +142,7 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A mapping whose sharding, offloading and phases are still open (a shape), with all legal choices.
+    """A mapping (division of a model) whose sharding, offloading and phases are open, with all legal choices.
 
     The duration of the passes is a lower bound of the duration with each choice.
     """
@@ -151,14 +152,14 @@ class _Shape:
     ways: list[Mapping]
 
     def candidates(self, workload: Workload) -> Iterator[Candidate]:
-        """Yield a mapping with predictions for each legal choice of sharding, offloading and phases."""
+        """Yield a mapping with predictions for each legal way to keep its state (sharding, offloading, phases)."""
         for way in self.ways:
-            mapping = _keeping(self.mapping, way)
+            mapping = _combined(self.mapping, way)
             yield Candidate(workload, mapping, None if mapping.has_layer_phases else self.running)
 
 
 def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
-    """Return the mappings of ``shape`` that may be faster than each fitting mapping tried before.
+    """Return the mappings that ``shape`` allows, in order, except each no faster than a fitting one before it.
 
     The last mapping that fits is the fastest.
     """
@@ -174,7 +175,7 @@ def _tried(workload: Workload, shape: _Shape) -> list[Candidate]:
 def _next_better(
     workload: Workload, best: float, too_large: list[Candidate], hopeless: list[_Shape]
 ) -> Candidate | None:
-    """Return the slowest mapping that does not fit but takes less than ``best`` seconds; None if there is none."""
+    """Return the slowest mapping that does not fit but takes less than ``best`` seconds a step; None if none."""
     bounded = (one for one in hopeless if one.running.total < best)
     near = nlargest(_MOST_BETTER, bounded, key=attrgetter("running.total"))
     every = [*too_large, *(found for one in near for found in one.candidates(workload))]
@@ -183,21 +184,21 @@ def _next_better(
 
 
 def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) -> list[Candidate]:
-    """Return candidates: one or two mappings of ``shapes``, each with every choice of sharding, offloading and
-    phases in ``ways``. No other shape or choice needs less memory than the smallest of these candidates.
+    """Return mappings among which is the one that needs least memory: one or two mappings of ``shapes``, each
+    combined with every way in ``ways`` to keep state (sharding, offloading, phases).
     """
     # One large micro batch may need less memory than several small ones, because phases then keep no sums.
     ends = dict.fromkeys((min(shapes, key=_first_in_memory), max(shapes, key=attrgetter("micro_batch"))))
-    return [Candidate(workload, _keeping(shape, way)) for shape in ends for way in ways]
+    return [Candidate(workload, _combined(shape, way)) for shape in ends for way in ways]
 
 
 def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
-    """Return a sort key for shapes of mappings; the one that needs least memory comes first."""
+    """Return a sort key for mappings, by which the mapping that needs least memory comes first."""
     return shape.micro_batch, shape.schedule != "1f1b", -shape.interleave
 
 
 def nearest_changes(workload: Workload, fixed: Table[str, Any]) -> list[str]:
-    """Return, in words, changes of the machine or of ``fixed`` with which a mapping would fit."""
+    """Return, in words, changes of the machine or of the ``fixed`` values with which a mapping would fit."""
     changes = [_least_lacking(workload, fixed)]
     for name in fixed:
         rest = {key: value for key, value in fixed.items() if key != name}
@@ -242,7 +243,7 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
 
 
 def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
-    """Return pairs: choices of sharding, offloading and phases, and mappings in which the choices are legal."""
+    """Return pairs of lists: ways to keep state (sharding, offloading, phases), and mappings that can use each."""
     groups: dict[Mapping, list[Mapping]] = {}
     for shape in _shapes(workload, fixed):
         groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
@@ -282,7 +283,7 @@ def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
 
 
 def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
-    """Return the mappings with the fields of ``shape`` and each legal choice of sharding, offloading, phases.
+    """Return a mapping for each legal way to keep state (sharding, offloading, phases), else equal to ``shape``.
 
     The simplest choice is first.
 
@@ -306,7 +307,7 @@ def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Ma
 
 
 def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[_Values]:
-    """Return the choices of sharding to try, as fields of a mapping, the simplest first.
+    """Return the choices of sharding to try, each as values of fields of a mapping, the simplest first.
 
     Unsharded state is tried only if it is fixed or there is one replica, because sharded optimizer state takes
     less time and memory. Programs that cut a model into stages do not shard gradients alone.
@@ -326,8 +327,8 @@ def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
     ]
 
 
-def _keeping(shape: Mapping, way: Mapping) -> Mapping:
-    """Return a mapping with sharding, offloading and phases of ``way``, and all other values of ``shape``."""
+def _combined(shape: Mapping, way: Mapping) -> Mapping:
+    """Return a mapping that keeps state (sharding, offloading, phases) as ``way``, and is else as ``shape``."""
     return replace(
         way,
         micro_batch=shape.micro_batch,
@@ -344,7 +345,7 @@ def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
 
 
 def _schedules(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[tuple[Schedule, int]]:
-    """Return the pipeline schedules to try, each with the number of pieces into which a stage's layers are cut."""
+    """Return the pipeline schedules to try, each with the number of groups into which a stage's layers are cut."""
     schedules: list[tuple[Schedule, int]] = [("gpipe" if fixed.get("schedule") == "gpipe" else "1f1b", 1)]
     if shape.pipeline > 1 and shape.num_micro_batches(workload.training.global_batch) % shape.pipeline == 0:
         pieces = sorted({*_INTERLEAVE, fixed.get("interleave", 2)} - {1})

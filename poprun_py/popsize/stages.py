@@ -15,7 +15,7 @@ class Stage:
     tied_parameters: float = 0.0  # parameters that two layers of the stage share
 
     def parameters_on_device(self, tensor: int) -> float:
-        """Return how many of the stage's parameters are on each of ``tensor`` devices that share it."""
+        """Return how many of the stage's parameters are on each of the ``tensor`` devices that share the stage."""
         return (
             sum(n * layer.parameters.on_device(tensor) for layer, n in self.layers) - self.tied_parameters / tensor
         )
@@ -44,7 +44,7 @@ def stages_of(model: Model, pipeline: int) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=512)
 def shown_stages(model: Model, pipeline: int) -> tuple[Stage, ...]:
-    """Return the first stage, of the stages between the stage with most layers, and the last stage, each once."""
+    """Return at most three stages of the pipeline: the first, the largest stage between, and the last."""
     stages = stages_of(model, pipeline)
     between = stages[1:-1]
     fullest = max(between, key=lambda stage: sum(count for _, count in stage.layers), default=None)
@@ -58,7 +58,9 @@ def most_parameters(model: Model, pipeline: int, tensor: int) -> float:
 
 
 def most_phases(model: Model, pipeline: int, *, are_layers: bool) -> int:
-    """Return the most phases possible: the largest stage's layers, or, if not ``are_layers``, parts of layers."""
+    """Return the largest possible number of phases (groups of layers that are loaded one by one): the number of
+    layers of the largest pipeline stage or, if not ``are_layers``, of its parts of layers.
+    """
     return max(
         sum(n * (1 if are_layers else len(layer.parts)) for layer, n in stage.layers)
         for stage in shown_stages(model, pipeline)

@@ -56,7 +56,7 @@ def text(words: str, place: tuple[int, int], size: int, class_: str | None = Non
 
 
 def middle(top: int, height: int, size: int) -> int:
-    """Return the y position of the base line of a text of ``size``, in the middle of ``height`` below ``top``."""
+    """Return the y position of the base line of a text of ``size``, centred in ``height`` pixels below ``top``."""
     return top + (height + size * 7 // 10) // 2
 
 

@@ -75,7 +75,9 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> list[Part
 
 
 def _table(rows: Iterable[Sequence[str]], *numbers: str, names: int = 0, words: str | None = None) -> Table:
-    """Return a table of ``rows``: ``names`` columns of text, columns ``numbers``, and a column ``words``."""
+    """Return a table of ``rows``: first ``names`` columns without titles, then a column for each title in
+    ``numbers``, and, if ``words`` is given, a last column with the title ``words``.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(numbers), header_style="bold")
     for _ in range(names):
         table.add_column(no_wrap=True)
@@ -105,7 +107,7 @@ def _count(number: float) -> str:
 
 
 def why_not_faster(answer: Answer) -> list[str]:
-    """Return lines that name the next faster mapping, and the memory it lacks; [] if there is none."""
+    """Return lines about a faster mapping that does not fit, and the memory that it lacks; [] if there is none."""
     one = answer.faster
     if one is None:
         return []
@@ -140,7 +142,7 @@ def choices(mapping: Mapping) -> str:
 
 
 def _memory_table(candidate: Candidate) -> Table:
-    """Return a table of the memory of the fullest device, by kind."""
+    """Return a table of the memory that the fullest device needs, one row for each kind, such as weights."""
     memory, limit = candidate.memory, candidate.workload.limit_bytes
     rows = [(f"  {kind}", f"{getattr(memory, kind) / GIB:.3f} GiB", "") for kind in _KINDS]
     rows += [("  in all", f"{memory.total / GIB:.3f} GiB", f"of {limit / GIB:.3f}")]
@@ -149,7 +151,7 @@ def _memory_table(candidate: Candidate) -> Table:
 
 
 def _phase_parts(candidate: Candidate) -> list[Part]:
-    """Return a line and a table on a mapping's phases (parts in memory in turn); [] without phases."""
+    """Return a line and a table on phases, parts of a model in memory one after the other; [] without phases."""
     workload = candidate.workload
     if not candidate.mapping.has_layer_phases:
         return []

@@ -81,7 +81,7 @@ def forget_key(key: HeldKey) -> None:
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
-    """Bind this process to cores and NUMA nodes; return {}, or {"memory_not_bound": reason} if the nodes fail."""
+    """Bind this process to cores and NUMA nodes; return {}, or {"memory_not_bound": reason} if only cores work."""
     # child processes inherit both settings: sched_setaffinity(2); set_mempolicy(2), which containers may forbid
     if cores:
         os.sched_setaffinity(0, cores)
@@ -113,7 +113,7 @@ class HeldPorts:
 
     @property
     def numbers(self) -> list[int]:
-        """The port numbers of TensorFlow's worker and, for instance 0, of torch's store, JAX, popdist's store."""
+        """The reserved port numbers: of TensorFlow, and in instance 0 of torch's store, JAX, popdist's store."""
         return [bound.getsockname()[1] for bound in self.sockets]
 
     def has_worker(self) -> bool:
@@ -252,13 +252,13 @@ class Agent:
             select.select(ends, (), (), _REPORT_SECONDS)
 
     def _end_runtime(self) -> None:
-        """End the MPI daemon that started the shim: the daemon waits for mpiexec, which is lost, for ever."""
+        """End the MPI daemon that started the agent's parent: it would wait for the lost mpiexec for ever."""
         runtime = key_of(self._parentage.runtime)
         if runtime is not None and any(key.pid == self._parentage.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
 
     def _continue_parents(self) -> None:
-        """Send SIGCONT to the shim and its parent, which must end now: a process stopped by SIGSTOP cannot end."""
+        """Send SIGCONT to the agent's parent and grandparent, which must end now: a stopped process cannot end."""
         # a living poprun continues its own children; its user may have stopped poprun itself on purpose
         shim, runtime = self._parentage.shim, self._parentage.runtime
         pids = [shim, *([runtime] if self._is_orphan or self._control.is_sealed else [])]
@@ -280,7 +280,7 @@ class Agent:
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
     def _catch_signals(self) -> int:
-        """Let the end of a child wake the loop, and SIGTERM stop the program; return the descriptor to poll."""
+        """Let a child's end wake the loop, and SIGTERM stop the program; return the descriptor that wakes it."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -294,7 +294,7 @@ class Agent:
         self._unsent.append(message)
 
     def _send(self) -> None:
-        """Send all queued events at once, so that poprun wakes up once."""
+        """Send all queued events to poprun at once, so that poprun wakes up only once."""
         messages, self._unsent = self._unsent, []
         try:
             self._control.send(*messages)
@@ -341,7 +341,7 @@ class Agent:
             self._ending.kill()
 
     def _start(self, order: dict[str, Any]) -> None:
-        """Start the program in ``order``, with the environment of the shim (agent's parent) and of ``order``."""
+        """Start the program in ``order``, in the environment of the agent's parent, changed by ``order``."""
         forget_key(self._key)  # every agent has connected to poprun
         self._ending.grace_seconds = order["grace_seconds"]
         self._lease_address = order["lease_address"]
@@ -365,7 +365,7 @@ class Agent:
             os.close(descriptor)
 
     def _open_descriptors(self, order: dict[str, Any], environment: dict[str, str]) -> list[int]:
-        """Open descriptors that the program inherits, named by variables; return those the agent must close."""
+        """Open the program's descriptors and put their numbers in ``environment``; return those to close here."""
         for_program = []
         if self._ports.store is not None:
             for_program.append(self._ports.store.detach())
@@ -391,7 +391,7 @@ class Agent:
         return clock.for_program.detach()
 
     def _fetch_lease(self) -> list[int]:
-        """Return the locked files that keep the job's lease, from the lease's holder; [] if there is no lease."""
+        """Fetch the locked files that are the job's lease (right to use devices); return [] without a lease."""
         if not self._lease_address:
             return []
         from poprun.launch.fetched_lease import fetch_lease
@@ -399,8 +399,8 @@ class Agent:
         return fetch_lease(self._lease_address)
 
     def _leave_lease(self) -> None:
-        """Let the holder of the job's lease end: order its end if poprun is lost; otherwise send SIGCONT, because
-        a stopped process cannot end.
+        """Let the process that keeps the job's lease (right to use devices) end: order its end if poprun is lost.
+        Otherwise send SIGCONT, because a stopped process cannot end.
         """
         if self._lease_address:
             from poprun.launch.fetched_lease import give_up_lease, wake_holder

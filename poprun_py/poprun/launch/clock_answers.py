@@ -24,7 +24,7 @@ class ClockAnswers:
         self._own.settimeout(0.0)
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket at which the agent answers."""
+        """Return the descriptor of the socket at which the agent gets the program's questions for the time."""
         return self._own.fileno()
 
     def answer(self) -> bool:

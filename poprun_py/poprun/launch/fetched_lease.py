@@ -22,8 +22,8 @@ _MAX_DESCRIPTORS = 4
 
 
 def fetch_lease(address: str) -> list[int]:
-    """Return the descriptors of the locked files that are the job's lease (its right to use devices), sent by the
-    process that keeps the lease on this host. Raise OSError if none arrive.
+    """Fetch the job's lease (its right to use devices) from the process that keeps the lease on this host: return
+    the descriptors of the locked files that are the lease. Raise OSError if none arrive.
     """
     with _connected(address) as connection:
         connection.sendall(FETCH)
@@ -34,19 +34,19 @@ def fetch_lease(address: str) -> list[int]:
 
 
 def give_up_lease(address: str) -> None:
-    """Ask the process that keeps the job's lease to end, because poprun is lost; ignore a failed connection."""
+    """Give up the job's lease (right to use devices): order its holder to end. Ignore a failed connection."""
     with suppress(OSError), _connected(address) as connection:
         connection.sendall(GIVE_UP)
 
 
 def wake_holder(address: str) -> None:
-    """Send SIGCONT to the process that keeps the job's lease, so that it can end even if it was stopped."""
+    """Wake the process that holds the job's lease (right to use devices) by SIGCONT, so that it can end."""
     with suppress(OSError), _connected(address):
         return
 
 
 def _connected(address: str) -> socket.socket:
-    """Return a connection to the process that keeps the job's lease; continue the process if it is stopped."""
+    """Return a connection to the holder of the job's lease (right to use devices); continue a stopped holder."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(TALK_SECONDS)

@@ -30,12 +30,12 @@ _NUM_PROBED = 2  # one rank shim and its agent must have room
 
 
 class HostShim(Shim):
-    """A process that forks an agent for each instance on one machine; agents start and end the programs."""
+    """A process that forks for each instance on its machine an agent, which starts and ends the program."""
 
     _listener: socket.socket
 
     def fork_agents(self, instances: range) -> bool:
-        """Begin to accept MPI's processes (rank shims), which get agents; return False if no fork can succeed."""
+        """Prepare to fork an agent for each MPI process that connects; return False if no process can start."""
         self._awaited = set(instances)
         if not has_room():  # a runtime without room for processes may report nothing
             self._lose_all(thread_shortage())
@@ -56,7 +56,7 @@ class HostShim(Shim):
             self._on_readable(descriptor, lambda: self._receive_handover(connection))
 
     def _receive_handover(self, connection: socket.socket) -> None:
-        """Receive rank and descriptors from an MPI process (rank shim), fork its agent, close ``connection``."""
+        """Receive an MPI process's rank and descriptors, fork the agent of this rank, and close ``connection``."""
         self._ignore(connection.fileno())
         descriptors: list[int] = []
         try:
@@ -69,8 +69,8 @@ class HostShim(Shim):
             os.close(descriptor)
 
     def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
-        """Fork the agent for the instance of an MPI process (rank shim) that sent ``words``: its rank, its
-        parent's process id, and the environment variable for the number of each of the ``descriptors``.
+        """Fork an agent, the parent of the program, for an MPI process. This process has sent ``words``: its rank,
+        its parent's process id, and the environment variables that get the numbers of the ``descriptors``.
         """
         rank, parent, *names = words
         index, runtime, shim = int(rank), int(parent), peer_process(connection)
@@ -94,7 +94,7 @@ class HostShim(Shim):
 
 
 def has_room() -> bool:
-    """Whether the kernel allows two more processes (a rank shim and its agent), tried by starting two threads."""
+    """Whether the kernel lets this user start two more processes; this is tried by starting two threads."""
     gate = _thread.allocate_lock()
     started = []
     with gate:  # so that all threads live at the same time

@@ -67,7 +67,7 @@ class LaunchCommand(NamedTuple):
 
 
 def _hydra_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """Return poprun's options for MPICH's mpiexec (Hydra), among them mpiexec's address for other hosts."""
+    """Return the command-line options of poprun for MPICH's mpiexec (Hydra), such as the list of hosts."""
     fixed = ("-rmk", "user", "-bind-to", "none")
     if network is None:
         return ("-launcher", "fork", *fixed)
@@ -90,7 +90,7 @@ def _hydra_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _prrte_words(plan: LaunchPlan, network: "JobNetwork | None") -> tuple[str, ...]:
-    """Return poprun's options for Open MPI's mpirun (PRRTE), such as the hosts and how to reach them."""
+    """Return the command-line options of poprun for Open MPI's mpirun (PRRTE), such as the list of hosts."""
     fixed = ("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root")
     if network is None:
         return fixed
@@ -117,7 +117,7 @@ def _slots(plan: LaunchPlan) -> Iterator[str]:
 
 
 def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | None") -> LaunchCommand:
-    """Return the mpiexec or mpirun command of ``plan``, which starts a small process (shim) per instance."""
+    """Return the mpiexec or mpirun command for the job ``plan``; it starts one process of poprun per instance."""
     is_mpich = runtime.kind is MpiKind.MPICH
     forker = runtime.forker if network is None else None
     if forker:
@@ -142,7 +142,7 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """Return the commands that start the shims (processes that fork agents): of srun, MPI or poprun itself."""
+    """Return the commands of srun, MPI or poprun that start shims: small processes that fork programs' parents."""
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
@@ -160,15 +160,15 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
 
 
 def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
-    """Whether a process of poprun, the host shim, forks the agents, which start and end the instances. Then the
-    MPI runtime starts only rank shims: small processes that send the host shim their environment.
+    """Whether one process of poprun, the host shim, forks the parents (agents) of all programs. Then the MPI
+    runtime starts only small processes, rank shims, which send the host shim their environment.
     """
     # with the user's options a runtime may give shims other things, such as cores; other hosts have no host shim
     return network is None and not plan.mpi_global_args and not plan.mpi_local_args
 
 
 def srun_command(plan: LaunchPlan) -> LaunchCommand:
-    """Return the srun command that starts the shims of ``plan``, small processes that start the instances."""
+    """Return the srun command of ``plan``. It starts shims: small processes that fork the programs' parents."""
     from poprun.launch.routes import srun_words
 
     step = srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host)
@@ -180,8 +180,8 @@ def srun_command(plan: LaunchPlan) -> LaunchCommand:
 
 
 class StartWatch:
-    """A watch over the shims (processes that fork the agents) at the start of a job, which finds shims that end
-    before their agents report to poprun.
+    """A watch at the start of a job that notices if a shim, a small process that forks the parent (agent) of a
+    program, has ended before this agent has reported to poprun.
     """
 
     # A shim that ends early is not visible on the control socket, and Hydra waits for the shim forever.
@@ -198,8 +198,8 @@ class StartWatch:
         self.idle_seconds = 0.0  # time since when no living shim can still report
 
     def update(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
-        """Search the descendants of the processes ``roots``, which poprun started, for shims that run;
-        ``reported`` are the process ids of shims whose agents have reported to poprun.
+        """Update this watch: search the descendants of the processes ``roots``, which poprun started, for running
+        shims (processes that fork agents). The agents of the shims ``reported`` (ids) have reported to poprun.
         """
         if len(reported) > self._num_reported:  # the runtime is working, even if it was slow with its first shim
             self._num_reported = len(reported)
@@ -215,7 +215,9 @@ class StartWatch:
             self.note_living({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note_living(self, living: set[int], reported: set[int], now_seconds: float) -> None:
-        """Record running shims, whether one ended before its agent reported, and since when no report can come."""
+        """Record which shims (small processes that fork agents) are ``living``. Find out whether one has ended
+        before its agent reported to poprun, and since when no running shim can still report.
+        """
         self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
         self._seen |= living
         self._idle_since_seconds = math.inf if living - reported else min(self._idle_since_seconds, now_seconds)
@@ -313,7 +315,7 @@ class LauncherProcesses:
         return len(self._running) < num_running
 
     def end(self, signum: int) -> None:
-        """Send ``signum`` to all processes that still run; an end after the signal is not a failure."""
+        """End the processes that poprun started, by the signal ``signum``; a later exit code is no failure."""
         self.reap()
         self._was_signalled = True
         for pid in self._running:
@@ -329,7 +331,7 @@ class LauncherProcesses:
 
 
 def _listen_to_rank_shims() -> socket.socket:
-    """Return the socket at which MPI's processes (rank shims) connect to the host shim, which forks agents."""
+    """Return a listening socket, at which MPI's processes (rank shims) connect to a process that forks agents."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(abstract_address(f"poprun-shims-{os.getpid()}-{os.urandom(16).hex()}"))
     listener.listen(socket.SOMAXCONN)

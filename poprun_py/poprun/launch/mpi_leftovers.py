@@ -60,7 +60,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _files_in_use(files: set[str]) -> set[str]:
-    """Return which of ``files``, left by MPI programs, a process still has open or mapped into its memory."""
+    """Return the paths in ``files`` that some process still has open or mapped into its memory."""
     # descriptors first: a program opens a file, maps it and closes it, so one of the two lists contains the file
     in_use: set[str] = set()
     for name in os.listdir("/proc"):

@@ -24,7 +24,7 @@ _ROOT: Final = "/sys/fs/cgroup"
 
 
 def measure_pressure(pid: int) -> dict[str, float]:
-    """Return how long a process waited for a core, how long a CPU quota stopped it, and the free memory."""
+    """Return how long a process waited for a core, how long a CPU quota stopped it, and its available memory."""
     if not pid:
         return {}
     delay = _read(f"/proc/{pid}/schedstat").split()[1:2]  # of its main thread
@@ -37,7 +37,7 @@ def measure_pressure(pid: int) -> dict[str, float]:
 
 
 def throttled_seconds(membership: str, root: str = _ROOT) -> float:
-    """Return for how many seconds a CPU quota has stopped a process; ``membership``: its file /proc/PID/cgroup."""
+    """Return the seconds for which a CPU quota stopped a process; ``membership``: its /proc/PID/cgroup as text."""
     texts = (_read(f"{folder}/cpu.stat") for folder in _folders("cpu", membership, root))
     return max(
         (
@@ -49,7 +49,7 @@ def throttled_seconds(membership: str, root: str = _ROOT) -> float:
 
 
 def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo") -> int:
-    """Return how many bytes a process can still allocate within its machine and control groups; 0 if unknown."""
+    """Return how many bytes a process can allocate until its machine or control group is full; 0 if unknown."""
     lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
     rooms = [int(fields[1]) * _KIBIBYTE for fields in lines]
     for folder in _folders("memory", membership, root):
@@ -68,7 +68,7 @@ def count_kills(membership: str, root: str = _ROOT) -> list[int | None]:
 
 
 def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
-    """Yield the folders of a process's control group for ``controller``, then of each control group around it."""
+    """Yield the folders of a process's control groups for ``controller`` (such as ``cpu``), innermost first."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -88,7 +88,7 @@ _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
 def name_system_call(number: str, machine: str = "") -> str:
-    """Return the name of the system call ``number`` on the processor type ``machine``; "" is this machine's."""
+    """Return the name of the system call ``number`` on the processor type ``machine``; "" means this machine."""
     pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
     return next((name for name, known in pairs if known == number), f"system call {number}")
 
@@ -146,7 +146,7 @@ def _read_file(path: str) -> str:
 
 
 def find_locks(pids: Collection[int], locks: str = "") -> Message:
-    """Return the file locks that the processes ``pids`` hold, and the locks that they await, with their holders.
+    """Return the file locks that the processes ``pids`` hold, and those they wait for, each with its holder.
 
     ``locks`` is the text of proc_locks(5), whose line of a waiting process has an arrow behind its number. The
     number of a file has the host's name before it, since other hosts have files of the same number.
@@ -217,7 +217,7 @@ class StackQuestion:
         self._ask(pid)
 
     def answer(self) -> Message | None:
-        """Return the event for poprun with all requested stacks; None while a process may still write some."""
+        """Return the message for poprun with all requested stacks; None while a process may still write some."""
         while not self._is_about_helpers or self._asked_process is not None or self._helpers_to_ask:
             if self._asked_process is not None and not self._is_complete(time.monotonic()):
                 return None
@@ -279,7 +279,7 @@ class ProgramQuestion:
         self._record: Message | None = {} if recorder is None else None
 
     def answer(self) -> Message | None:
-        """Return the event for poprun with stacks and recorded collectives; None while the program may answer."""
+        """Return the message for poprun with stacks and collectives; None until the program has answered."""
         if self._recorder is not None and self._record is None:
             self._record = self._recorder.answer()
         if self._stacks is not None and self._stacks_event is None:
@@ -307,8 +307,8 @@ def _describe_tree() -> list[str]:
 
 
 def _process_to_ask(page: int, pid: int, signum: int) -> ProcessKey | None:
-    """Return the identity (id and start time) of the process ``pid`` if it is a descendant, runs, handles
-    ``signum``, and has open the memory file ``page``, to which it writes its stacks; None if not.
+    """Return the id and start time of the process ``pid`` if it can write its stacks: it is a running descendant,
+    handles ``signum``, and has open the memory file ``page``, into which it writes. Return None if not.
     """
     key = key_of(pid) if pid else None
     if key is None or key not in own_tree() or not catches(pid, signum) or is_stopped(pid):
@@ -321,7 +321,7 @@ def _process_to_ask(page: int, pid: int, signum: int) -> ProcessKey | None:
 
 
 class ProgramWatch:
-    """An agent's measurements of its program: progress, which the program writes, and use of resources."""
+    """The measurements of a program by its parent process, the agent: progress, and use of resources."""
 
     _page: int  # the descriptor of the progress page, from `open_page` on
 
@@ -345,7 +345,7 @@ class ProgramWatch:
         return self._page
 
     def open_numbers(self) -> int:
-        """Create the pipe for numbers that the program reports, such as the loss; return the program's end."""
+        """Create a pipe for numbers that the program reports, such as the loss; return its end for writing."""
         self._numbers, writer = os.pipe()
         os.set_blocking(self._numbers, False)
         os.set_blocking(writer, False)
@@ -354,11 +354,11 @@ class ProgramWatch:
     def begin(self, temporary: str) -> None:
         """Begin to measure the started program; ``temporary`` is the program's folder for temporary files."""
         self._places = [self._order["working_directory"], temporary, "/dev/shm"]
-        self._wait_for_next_second()
+        self._set_next_measurement()
         self._kills = count_kills(_read(os.getpid(), "cgroup"))
 
     def machine_event(self) -> Message:
-        """Return the event for poprun with the number of processes killed here, and this host's memory limits."""
+        """Return a message for poprun: how many processes the kernel killed on this host, and memory limits."""
         from poprun.launch.process.limits import KillCounts
         from poprun.launch.process.machine_evidence import evidence_since
 
@@ -367,13 +367,13 @@ class ProgramWatch:
         return {"event": "machine", "killed": list(evidence.killed), "limits": limits}
 
     def pause_or_resume(self, signum: int) -> None:
-        """Pause the measurements at SIGSTOP, because poprun is stopped and reads none; resume at SIGCONT."""
+        """Pause the measurements at SIGSTOP, because a stopped poprun reads none; resume them at SIGCONT."""
         if signum == signal.SIGSTOP:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
         elif signum == signal.SIGCONT:
-            self._wait_for_next_second()
+            self._set_next_measurement()
 
-    def _wait_for_next_second(self) -> None:
+    def _set_next_measurement(self) -> None:
         """Set the next measurement to the next whole second, so that all agents measure at the same time."""
         self._next_seconds = time.monotonic() + _MEASUREMENT_SECONDS - time.time() % _MEASUREMENT_SECONDS
 
@@ -386,7 +386,7 @@ class ProgramWatch:
         return max(0.0, self._next_seconds - time.monotonic())
 
     def last_event(self) -> Message:
-        """Return the event for poprun with the last progress that the program wrote before its end."""
+        """Return the message for poprun with the last progress that the program wrote before its end."""
         return {"event": "stats", "progress": self._read_page(), **self._read_numbers()}
 
     def remains(self) -> Message:
@@ -402,10 +402,10 @@ class ProgramWatch:
         return evidence
 
     def measure(self) -> Message:
-        """Measure the program; return the event for poprun with the program's memory and processor time, its
+        """Measure the program; return the message for poprun with the program's memory and processor time, its
         progress, and the numbers that the program has reported, such as the loss.
         """
-        self._wait_for_next_second()
+        self._set_next_measurement()
         if self._num_measurements % _MEASUREMENTS_PER_SEARCH == 0:
             self._tree = own_tree()
             # the start order names the module that reads the counters
@@ -423,7 +423,7 @@ class ProgramWatch:
         return self._question is not None
 
     def answer(self) -> Message | None:
-        """Return the event for poprun with the program's stacks or collectives; None while there is no answer."""
+        """Return the message for poprun with the program's stacks or collectives; None before its answer."""
         event = None if self._question is None else self._question.answer()
         if event:
             self._question = None
@@ -431,7 +431,7 @@ class ProgramWatch:
 
     def ask_for_stacks(self, most_helpers: int) -> None:
         """Request the stacks of the program and of at most ``most_helpers`` helper processes, and the collectives
-        in torch's flight recorder. :meth:`answer` returns the event later.
+        in torch's flight recorder. :meth:`answer` returns the answer later.
         """
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers),
@@ -441,7 +441,7 @@ class ProgramWatch:
 
     def ask_for_calls(self, most_helpers: int) -> None:
         """Request the times of the program's last collectives; if ``most_helpers`` is above 0, also the stacks of
-        the program and of at most so many helper processes. :meth:`answer` returns the event later.
+        the program and of at most so many helper processes. :meth:`answer` returns the answer later.
         """
         self._question = ProgramQuestion(
             self._question_for_stacks(most_helpers) if most_helpers else None,
@@ -472,13 +472,13 @@ class ProgramWatch:
         return RecorderQuestion(pid, descriptor, is_about_moments=is_about_moments)
 
     def _read_announcement(self) -> tuple[int, int]:
-        """Return the id of the program's Python process, and the signal for its stacks; 0 and 0 if unknown."""
+        """Return the id of the program's Python process and the signal that requests its stacks; else 0, 0."""
         at, form = self._order["announcement_at"], self._order["announcement_format"]
         pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
 
     def _read_hook_report(self) -> tuple[int, bool]:
-        """Return the program's descriptor for its flight recorder (0: none), and whether the program uses JAX."""
+        """Return the program's descriptor for torch's flight recorder (0: none), and whether it uses JAX."""
         descriptor, uses_jax = unpack("=i?", os.pread(self._page, calcsize("=i?"), self._order["recorder_at"]))
         return descriptor, uses_jax
 
@@ -486,7 +486,7 @@ class ProgramWatch:
         return os.pread(self._page, self._order["progress_bytes"], 0).hex()
 
     def _read_numbers(self) -> Message:
-        """Return the program's new lines of numbers, such as the loss, and the time; {} if there are none."""
+        """Return the program's newly reported numbers, such as the loss, and the time of this read; {} if none."""
         try:
             data = os.read(self._numbers, _MOST_BYTES) if self._numbers is not None else b""
         except BlockingIOError:

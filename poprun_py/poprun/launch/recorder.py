@@ -45,7 +45,7 @@ class RecorderQuestion:
         self._links = [_Link(f"/proc/{pid}/fd/{descriptor}", handler) for handler in _HANDLERS]
 
     def answer(self) -> Message | None:
-        """Return the collectives in the flight recorders; {} if none answers; None while an answer may come."""
+        """Return the collectives in the flight recorders; {} if none answers, None while an answer can come."""
         is_late = time.monotonic() >= self._deadline_seconds
         if not all(link.receive(is_late=is_late) for link in self._links):
             return None
@@ -93,7 +93,7 @@ class _Link:
 
 
 def cut_record(text: bytes) -> Message:
-    """Return each process group's progress and last collectives from the recorders' JSON; {} if malformed."""
+    """Return each process group's progress and last collectives from flight recorders' JSON; {} if malformed."""
     try:
         groups = [_cut_group(*group) for group in groups_in(text)]
     except MALFORMED:
@@ -102,7 +102,7 @@ def cut_record(text: bytes) -> Message:
 
 
 def list_calls(text: bytes) -> Message:
-    """Return the times of each process group's collectives in the recorders' JSON ``text``; {} if malformed."""
+    """Return when each process group made its collectives, from the flight recorders' JSON; {} if malformed."""
     groups: dict[str, dict[str, Any]] = {}
     try:
         for name, calls, record in groups_in(text):
@@ -119,7 +119,7 @@ MALFORMED: Final = (AttributeError, KeyError, IndexError, TypeError, ValueError)
 
 
 def groups_in(text: bytes) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
-    """Yield each process group in the recorders' JSON lines ``text``: its name, its entries, and the whole record.
+    """Yield each process group in JSON lines of torch's flight recorders: its name, its calls, the whole record.
 
     Lines that are not JSON are left out. Malformed entries raise one of ``MALFORMED``, here or when they are read.
     """

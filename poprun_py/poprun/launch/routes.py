@@ -42,7 +42,7 @@ class JobKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNetwork:
-    """The network of a job on other hosts: their addresses, the job's key, and processes that keep its leases."""
+    """The network of a job on other hosts: their addresses, the job's key, and processes that hold devices."""
 
     control_host: str  # address of this machine to which agents connect
     hosts: tuple[HostRoute, ...]  # the hosts in the order of the plan
@@ -66,7 +66,7 @@ def remote_words(
 
 
 def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
-    """Return srun's argv before a command that runs ``num_per_host`` times on each host, in Slurm's ``job``."""
+    """Return srun's argv up to the command, which runs ``num_per_host`` times on each host in Slurm's ``job``."""
     # the step shares the job's resources with other steps; Slurm does not bind cores and does not start MPI
     return (
         *("srun", *(() if job is None else (f"--jobid={job}",)), *_SRUN_OPTIONS),

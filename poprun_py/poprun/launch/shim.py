@@ -69,7 +69,7 @@ def main(kind: type[Shim]) -> NoReturn:
 
 
 def read_instances(text: str) -> range:
-    """Parse ``text``, the instances of a shim: one instance for a rank such as ``2``, several for ``0-3``."""
+    """Parse the instances of a process from ``text``: only instance 2 for ``2``, instances 0 to 3 for ``0-3``."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
@@ -89,7 +89,7 @@ class Shim:
         self._handlers: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
-        """Fork for each of ``instances`` an agent, which runs its program; if a fork fails, return False."""
+        """Fork an agent, the parent of a program, for each of ``instances``; return False if a fork fails."""
         life_reader, life_writer = os.pipe()
 
         def make_parentage() -> Parentage:
@@ -140,7 +140,7 @@ class Shim:
             os._exit(exit_code)
 
     def wait(self) -> bool:
-        """Wait for the end of all agents, or of the shim's parent; return whether all agents exited with 0."""
+        """Wait until all agents (child processes) or the parent end; return whether all agents exited with 0."""
         try:
             self._on_readable(os.pidfd_open(self._runtime), self._lose_runtime)
             for agent in self._agents:
@@ -166,7 +166,7 @@ class Shim:
         del self._handlers[descriptor]
 
     def _await_end(self, agent: int) -> None:
-        """Prepare to reap the agent with the process id ``agent`` as soon as it has ended."""
+        """Let :meth:`wait` reap the agent, the child with the process id ``agent``, as soon as it has ended."""
         end = os.pidfd_open(agent)
 
         def note_end() -> None:
@@ -186,11 +186,11 @@ class Shim:
             self._report_loss(index, exit_code if exit_code > 1 else 0)
 
     def _lose_runtime(self) -> None:
-        """Report to poprun that the shim's parent has ended; the shim then also ends, and so do its agents."""
+        """Report to poprun that this process's parent has ended; then this process and its agents also end."""
         self._lose_all(0, "runtime_lost")
 
     def _lose_all(self, number: int, event: str = "agent_lost") -> None:
-        """Report all agents to poprun as lost, with the error ``number`` (0: none); wait for no agent any more."""
+        """Report all agents (child processes) to poprun as lost, with an error number or 0; await none of them."""
         self._is_well = False
         for index in (*self._agents.values(), *self._awaited):
             self._report_loss(index, number, event)
@@ -198,7 +198,7 @@ class Shim:
         self._awaited.clear()
 
     def _report_loss(self, index: int, number: int, event: str = "agent_lost") -> None:
-        """Report an agent to poprun as lost, with an error number or 0, and wait until poprun has the report."""
+        """Report an agent (child process) to poprun as lost, with an error number or 0; wait for the receipt."""
         # without waiting, poprun would think that the end of this process was the first failure
         from poprun.launch.messages import ProtocolError
         from poprun.launch.messages.control import connect
@@ -231,7 +231,7 @@ def _report_end(report: int) -> None:
 
 
 def read_key(file: str) -> str:
-    """Return the key in ``file``. Raises PermissionError if another user can read or write the file."""
+    """Return the job's key in ``file``. Raises PermissionError if another user can read or write the file."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -243,5 +243,5 @@ def read_key(file: str) -> str:
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Print in one line the exception that ended the shim; a traceback would not help a user of poprun."""
+    """Print in one line the exception that ends this process; a traceback would not help a user of poprun."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")

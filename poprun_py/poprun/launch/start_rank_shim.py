@@ -17,7 +17,7 @@ else:
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Print in one line the exception that ended the rank shim; a traceback would not help a user of poprun."""
+    """Print in one line the exception that ends this process; a traceback would not help a user of poprun."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")
 
 

@@ -26,7 +26,7 @@ _MOST_LETTERS = 100
 
 
 class TreeEnding:
-    """The end of a program's processes: whether they were asked to end, and the deadline to kill them."""
+    """The state of the end of a program's processes: whether they were asked to end, and when they are killed."""
 
     def __init__(self) -> None:
         self.grace_seconds = _GRACE_SECONDS  # time that the program has to end after the request
@@ -44,7 +44,7 @@ class TreeEnding:
         return self._deadline_seconds is not None
 
     def note_signal(self, *_: object) -> None:
-        """Record SIGTERM to the agent, as a signal handler; :meth:`obey_signal` then asks the program to end."""
+        """Record, as a signal handler, that SIGTERM arrived; :meth:`obey_signal` then asks the program to end."""
         self._has_signal = True
 
     def obey_signal(self, program: int | None) -> None:
@@ -83,7 +83,7 @@ class TreeEnding:
         self._deadline_seconds = 0.0
 
     def is_over(self, program: int | None) -> bool:
-        """Whether all processes that must end have ended; kill the remaining processes after the deadline."""
+        """Whether all processes that must end have ended; after the deadline, also kill those that have not."""
         if self._deadline_seconds is None or self._is_given_up:
             return self._is_given_up
         tree = own_tree()

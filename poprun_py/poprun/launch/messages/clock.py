@@ -21,7 +21,7 @@ _NANOSECONDS: Final = 1e9
 
 
 class Exchange(NamedTuple):
-    """A question for another host's time: when this host sent it and got the answer, and the time answered."""
+    """A question for another host's time: when it was sent, the time in the answer, and when the answer came."""
 
     sent_ns: int
     answered_ns: int
@@ -68,8 +68,8 @@ class ClockFit:
 
 
 def fit_clock(exchanges: Sequence[Exchange]) -> ClockFit:
-    """Return another clock's offset as a straight line over time, through the offsets of two exchanges (questions
-    with answers): the most exact one in the first quarter of ``exchanges``, and the most exact one in the last.
+    """Return another clock's offset as a straight line over time through two measurements in ``exchanges``: the
+    most exact one in the first quarter of ``exchanges``, and the most exact one in the last quarter.
     """
     share = max(1, len(exchanges) // 4)
     first = min(exchanges[:share], key=lambda it: it.uncertainty_seconds)
@@ -109,7 +109,7 @@ class HostClocks:
         self._due_seconds: dict[str, float] = {}
 
     def ask(self, reachable: Collection[int], now_seconds: float) -> None:
-        """Ask each host for its time if the next round is due, over an agent of an instance in ``reachable``."""
+        """Ask each host for its time, by an instance in ``reachable``, unless it was asked in the last 5 s."""
         for index, host in self._host_of.items():
             if index in reachable and now_seconds >= self._due_seconds.get(host, 0.0):
                 self._due_seconds[host] = now_seconds + self._round_seconds
@@ -117,7 +117,7 @@ class HostClocks:
                 self._send_order(index, {"order": "clock", "sent_ns": time.time_ns()})
 
     def add(self, instance: int, answer: Mapping[str, Any], heard_ns: int) -> None:
-        """Record the time in a host's answer; ask the host again until this round of six questions is complete."""
+        """Record the time in a host's answer; ask the host again until it has answered six questions in a row."""
         exchange = Exchange(answer["sent_ns"], answer["answered_ns"], heard_ns)
         host = self._host_of.get(instance, "")
         num_open, rounds = self._num_open.get(host, 0), self.rounds.get(host)
@@ -139,7 +139,7 @@ class HostClocks:
         return {host: min(2 * it.uncertainty_seconds for it in recent) for host, recent in pairs.items()}
 
     def fits(self) -> dict[str, ClockFit]:
-        """Return for each host that has answered the recent offset of its clock, as a linear function of time."""
+        """Return, for each host that has answered, its clock's recent offset as a linear function of time."""
         return recent_fits(self.rounds)
 
 

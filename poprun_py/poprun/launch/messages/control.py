@@ -155,7 +155,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 class Received:
-    """The result of one read from a link: messages, reasons why others were refused, and file descriptors."""
+    """The result of one read from a connection: messages, errors of refused messages, and file descriptors."""
 
     def __init__(self, descriptors: list[int]) -> None:
         self.messages: list[Message] = []
@@ -213,7 +213,7 @@ class Link:
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
-        """Return the messages that pass ``check`` and the errors of the others; None if the other end is gone."""
+        """Return received messages that ``check`` accepts, and others' errors; None if the other end is gone."""
         try:
             data, descriptors = receive_descriptors(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
         except OSError:
@@ -264,7 +264,7 @@ def tcp_address(host: str, port: int) -> str:
 
 
 def is_remote(address: str) -> bool:
-    """Whether ``address`` is of TCP, so that poprun may be on another host, and not of a unix socket."""
+    """Whether ``address`` is a TCP address, so that poprun may be on another host; False for a unix socket."""
     return address.startswith(_TCP)
 
 

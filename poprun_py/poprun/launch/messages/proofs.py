@@ -42,7 +42,7 @@ class Handshake:
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> Seal:
-        """Return the seal (HMACs of later lines) if the other's ``proof`` is right; else raise ProtocolError."""
+        """Check the other side's ``proof``; return the maker of later HMACs. Raise ProtocolError if wrong."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not hmac.compare_digest(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")

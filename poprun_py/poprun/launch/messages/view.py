@@ -50,12 +50,12 @@ class JobView:
     said: str = ""  # messages of poprun about the programs' state since the last view
 
     def to_message(self) -> Message:
-        """Return the view as a message for JSON, from which :meth:`from_message` makes the view again."""
+        """Return this state of a job as a message for JSON; :meth:`from_message` makes the state from it."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Return the view in ``message``. Raises ProtocolError if another version of poprun sent it."""
+        """Return the state of a job in ``message``. Raise ProtocolError if another version of poprun sent it."""
         try:
             return read_record(cls, message, "the view", noun="a view")
         except PlanError:

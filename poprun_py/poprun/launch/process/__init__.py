@@ -25,7 +25,7 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annot
             setattr(cls, field, property(itemgetter(position)))
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Return the tuple with the fields ``values``, ``named`` or defaults. Raise TypeError for other fields."""
+        """Make the tuple: ``values``, then ``named`` or default fields. Raise TypeError if fields are wrong."""
         missing = cls._fields[len(values) :]
         named_values = {**{field: cls._defaults[field] for field in missing if field in cls._defaults}, **named}
         if len(values) > len(cls._fields) or named_values.keys() != set(missing):

@@ -22,18 +22,18 @@ _VMSTAT: Final = "/proc/vmstat"
 
 
 class ControlGroup(NamedTuple):
-    """A control group (cgroup) of this process: its folder, which a container may lack, and its version."""
+    """A control group (cgroup) that contains this process: its version, and its folder, which may not exist."""
 
     folder: str
     is_unified: bool
 
     def file(self, unified: str, older: str) -> str:
-        """Return the path of the group's file, called ``unified`` in cgroup version 2, ``older`` in version 1."""
+        """Return the path of a file of the group; it is called ``unified`` in cgroup version 2, else ``older``."""
         return os.path.join(self.folder, unified if self.is_unified else older)
 
 
 def control_groups(controller: str, membership: str, cgroups: str) -> Iterator[ControlGroup]:
-    """Yield this process's control groups, inner first, that ``controller`` (such as ``memory``) may limit."""
+    """Yield this process's control groups that may limit ``controller``, such as ``memory``; innermost first."""
     try:
         lines = read_text(membership).splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def control_groups(controller: str, membership: str, cgroups: str) -> Iterator[C
 
 
 def cpu_quota(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> float | None:
-    """Return the number of cores whose time the control groups allow; None if no group has a limit."""
+    """Return how many cores' time this process's control groups allow, such as 1.5; None if none has a limit."""
     quotas = map(_group_quota, control_groups("cpu", membership, cgroups))
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -64,13 +64,13 @@ def _group_quota(group: ControlGroup) -> float | None:
 
 
 class KillCounts(NamedTuple):
-    """The numbers of processes that the kernel has ever killed for lack of memory; None if unknown."""
+    """How many processes the kernel has ever killed for lack of memory: in a control group, and on the machine."""
 
     in_group: int | None = None  # in the control group of this process and in the groups inside it
-    on_machine: int | None = None  # on the machine
+    on_machine: int | None = None  # on the machine; None if unknown
 
     def since(self, before: "KillCounts") -> "KillCounts":
-        """Return how many processes the kernel has killed since the counts were ``before``."""
+        """Return how many processes the kernel has killed since the earlier counts ``before``; None if unknown."""
         pairs = zip(self, before, strict=True)
         return KillCounts(*(None if now is None or then is None else now - then for now, then in pairs))
 
@@ -87,7 +87,7 @@ def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: st
 
 
 def named_count(path: str, name: str) -> int | None:
-    """Return the number after ``name`` in the file ``path`` with lines of a name and a number; None if missing."""
+    """Return the number after ``name`` in a file whose lines are names with numbers; None if it is missing."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in read_text(path).splitlines()]
         return next((int(row[1]) for row in rows if row[:1] == [name]), None)
@@ -132,7 +132,7 @@ def users_open_files() -> int:
 
 
 def raise_open_files(num_instances: int) -> None:
-    """Raise this process's soft limit of open files for a job. Raises LaunchError if the hard limit is too low."""
+    """Enlarge this process's soft limit of open files for a job. Raise LaunchError if that is impossible."""
     users_open_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -155,7 +155,7 @@ _SOCKET_NAME: Final = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # the name of a socket
 
 
 def find_tmpdir_problem(folder: str) -> str:
-    """Return why libraries cannot open sockets below the TMPDIR ``folder``; an empty text if they can."""
+    """Return a message if the path of the TMPDIR ``folder`` is too long for sockets below it; "" if it is not."""
     num_bytes = len(os.fsencode(folder))
     if num_bytes + len(_SOCKET_NAME) <= _LONGEST_ADDRESS:
         return ""

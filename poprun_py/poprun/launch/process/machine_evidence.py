@@ -38,20 +38,20 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The facts of the machine that may explain why a program has failed."""
+    """The facts of a machine that may explain why a program failed: killed processes, and the program's limits."""
 
     killed: KillCounts = field(default_factory=KillCounts)  # processes that the kernel has killed during the job
     limits: MemoryLimits = field(default_factory=MemoryLimits)  # the limits of a program
 
 
 def read_evidence_of_machine(event: Mapping[str, Any]) -> Evidence:
-    """Return the facts about another host in its agent's ``event`` that may explain why a program failed."""
+    """Return the facts in ``event``, a message of another host's agent, that may explain a program's failure."""
     limits = {it.name: event["limits"].get(it.name) for it in fields(MemoryLimits)}
     return Evidence(killed=KillCounts(*event["killed"]), limits=MemoryLimits(**limits))
 
 
 def evidence_since(before: KillCounts) -> Evidence:
-    """Return facts that may explain a failure: killed processes since the counts ``before``, and limits."""
+    """Return facts that may explain a failure: limits, and the processes killed since the counts ``before``."""
     return Evidence(killed=kill_counts().since(before), limits=memory_limits())
 
 

@@ -119,7 +119,7 @@ def unreaped_children(parents: Collection[int]) -> list[int]:
 
 
 def _known_children(pid: int) -> Iterator[_Stat]:
-    """Yield the children of ``pid`` in /proc/PID/task, where a child may be missing while another child ends."""
+    """Yield the children of ``pid`` that /proc/PID/task lists; one may be missing while another child ends."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:  # the process has ended
@@ -161,7 +161,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def catchers(signum: int) -> list[ProcessKey]:
-    """Return this process's descendants that handle ``signum``, but none below another such descendant."""
+    """Return this process's descendants that handle the signal ``signum``, but no descendant of a returned one."""
     # a helper that a program forked inherits the program's handlers, and the program passes signals on to it
     catching: list[ProcessKey] = []
     covered: set[int] = set()
@@ -178,7 +178,7 @@ def catchers(signum: int) -> list[ProcessKey]:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether the process ``pid`` has a handler for ``signum`` (proc_pid_status(5), SigCgt); False for 0."""
+    """Whether the process ``pid`` has a handler for the signal ``signum``, as /proc says; False for signal 0."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             masks = [line.split()[1] for line in file if line.startswith(b"SigCgt:")]
@@ -216,7 +216,7 @@ def reap() -> Iterator[Ended]:
 
 
 def send(keys: Iterable[ProcessKey], signum: int) -> None:
-    """Send ``signum`` to each process, except a process that has ended or whose id was reused."""
+    """Send ``signum`` to the processes ``keys``; skip a process that has ended, even if its id was reused."""
     for key in keys:
         if key_of(key.pid) == key:
             try:
@@ -240,7 +240,7 @@ class StoppedChildren:
         self._next_seconds = 0.0
 
     def continue_them(self) -> None:
-        """Send SIGCONT to the children that the last search found stopped; search again, at most once a second."""
+        """Send SIGCONT to children that the last search found stopped, and search again; at most once a second."""
         if time.monotonic() >= self._next_seconds:  # a pause of the whole job also stops this process
             self._next_seconds = time.monotonic() + STOPPED_SECONDS
             send(self._seen, signal.SIGCONT)
@@ -275,7 +275,9 @@ def user_of(pid: int) -> str:
 
 
 def end_descendants(spared: Collection[int]) -> list[ProcessKey]:
-    """Send SIGTERM, then SIGKILL to all descendants except the trees of ``spared``; return which still live."""
+    """End all descendants of this process by SIGTERM, then by SIGKILL, except the processes ``spared`` and their
+    descendants. Return the keys (id and start time) of the descendants that still live.
+    """
     if not _living(spared):
         return []
     terminate(_living(spared))

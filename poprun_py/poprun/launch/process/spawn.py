@@ -69,7 +69,7 @@ def _prctl(option: int, argument: int) -> None:
 
 
 class ProcessStart(NamedTuple):
-    """The description of a process to start."""
+    """The description of a process to start: its argv, working directory, environment, descriptors and limits."""
 
     words: Sequence[str]  # its argv; the first is a path or a name on PATH
     working_directory: str  # directory in which it starts
@@ -176,7 +176,7 @@ class Answer(NamedTuple):
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
-    """Run the program ``words`` and return its output and error text; None if it fails or takes too long."""
+    """Run the program with the argv ``words``; return all that it prints, None if it fails or takes too long."""
     (answer,) = answers_of((words,), timeout_seconds, os.environ)
     return answer.text if answer.code == 0 else None
 
@@ -184,16 +184,16 @@ def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
 def answers_of(
     commands: Sequence[Sequence[str]], timeout_seconds: float, environment: Mapping[str, str]
 ) -> list[Answer]:
-    """Run all ``commands`` at once, at most ``timeout_seconds``; return the output and exit code of each."""
+    """Run all ``commands`` at the same time; return each one's output and exit code, or that it took too long."""
     deadline_seconds = time.monotonic() + timeout_seconds
-    started = [_ask(words, environment) for words in commands]
+    started = [_start_command(words, environment) for words in commands]
     return [
         it if isinstance(it, Answer) else _await_answer(*it, deadline_seconds, timeout_seconds) for it in started
     ]
 
 
-def _ask(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple[int, int]:
-    """Start a program; return its id and its output's descriptor, or an `Answer` why it could not start."""
+def _start_command(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple[int, int]:
+    """Start a program; return its process id and its output's descriptor, or the error as an `Answer`."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)
     try:
@@ -208,7 +208,7 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> Answer | tuple
 
 
 def _await_answer(pid: int, reader: int, deadline_seconds: float, timeout_seconds: float) -> Answer:
-    """Wait for a program's output and its end; kill the program if it takes too long."""
+    """Wait for the end of a program, return its output and exit code; kill the program if it takes too long."""
     end = os.pidfd_open(pid)
     text = _read_all(reader, deadline_seconds).decode(errors="replace")
     is_late = not _is_ready(end, deadline_seconds)
