@@ -16,7 +16,7 @@ from poprun.devices.lease.claims import Claim, Granted, LeasedPlan, Log, choose_
 from poprun.devices.pool.clusters import choose_cluster, pod_of
 from poprun.devices.pool.holders import is_here, this_process
 from poprun.devices.pool.place import pool_folder
-from poprun.devices.pool.pool import LockedTicket, Pool, wait_for_turn
+from poprun.devices.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.devices.pool.records import HeldLease, PoolState
 from poprun.devices.pool.requests import PoolRequest, refusal
 from poprun.devices.server.sole_server import is_served
@@ -110,7 +110,7 @@ class LocalClaim(Claim):
         self.plan = plan
         self.cluster = cluster
         self._pool = _pool_of(plan)
-        self._ticket: LockedTicket | None = None
+        self._ticket: Ticket | None = None
 
     @abstractmethod
     def request(self) -> PoolRequest:
