@@ -78,15 +78,14 @@ def ipu_claims(
     """Return the job's requests for this machine's virtual IPUs and GPUs; ``partition`` limits the choice."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
-        listed = find_devices(os.environ) if facts is None else None
-        if listed is not None and listed.gpus and listed.maker != plan.maker:
+        here = find_devices(os.environ) if facts is None else facts
+        if here.gpus and here.maker != plan.maker:
             raise PlanError(
-                f"the devices here are {listed.maker}'s, and the job is planned for {plan.maker}'s: name hosts "
+                f"the devices here are {here.maker}'s, and the job is planned for {plan.maker}'s: name hosts "
                 "with devices of one maker"
             )
-        gpus = listed.gpus if listed is not None else facts.gpus if facts is not None else ()
         is_beside = plan.leases_ipus or plan.asks_server
-        claims.append(GpuClaim(plan, None if is_beside else partition, gpus, is_fixed=is_fixed))
+        claims.append(GpuClaim(plan, None if is_beside else partition, here.gpus, is_fixed=is_fixed))
     return claims
 
 
