@@ -11,12 +11,12 @@ from typing import Final
 from poprun.devices.pool.clusters import check_names
 from poprun.devices.pool.contents import (
     LOCK,
+    PARTITION,
     Contents,
     Stored,
     clear,
     end_lease,
     read_contents,
-    remove_partition,
     write,
 )
 from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
@@ -84,7 +84,12 @@ class Pool:
     def retry(self, ticket: Ticket, request: PoolRequest) -> Ticket:
         """Grant ``request`` if its job is first in the queue and IPUs are free; return the job's new ticket."""
         with self._writing() as (folder, contents):
-            return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
+            own_lease = next((stored for stored in contents.leases if stored.key == ticket.key), None)
+            if own_lease is None or own_lease.uid != os.geteuid():
+                raise PoolError(
+                    "this job's place in the queue of the pool has gone: somebody has removed its file"
+                )
+            return replace(ticket, ipus=_grant(folder, contents, own_lease, request))
 
     def release(self, ticket: Ticket) -> None:
         """Release a lease or a place in the queue, and remove a partition that was made only for this lease."""
@@ -135,7 +140,7 @@ class Pool:
     def remove_partition(self, name: str) -> None:
         """Remove the partition (set of IPUs) ``name``. Raises an error if a job uses it or another user has it."""
         with self._writing() as (folder, contents):
-            remove_partition(folder, _unused(contents, name))
+            folder.remove(PARTITION, _unused(contents, name).key)
 
     def reset_partition(self, name: str) -> Partition:
         """Choose new IPUs for an unused partition (set of IPUs). Raises IpusTakenError if too few are free."""
@@ -163,13 +168,6 @@ class Pool:
 def _close(descriptor: int | None) -> None:
     if descriptor is not None:
         os.close(descriptor)
-
-
-def _own(contents: Contents, key: str) -> Stored[Lease]:
-    own_lease = next((stored for stored in contents.leases if stored.key == key), None)
-    if own_lease is None or own_lease.uid != os.geteuid():
-        raise PoolError("this job's place in the queue of the pool has gone: somebody has removed its file")
-    return own_lease
 
 
 def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], request: PoolRequest) -> tuple[str, ...]:
