@@ -80,7 +80,7 @@ class HostConnections:
         await self._close(failures)
         return answers, failures
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections to all hosts."""
         await self._close(tuple(self._connections))
 
