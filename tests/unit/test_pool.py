@@ -234,6 +234,7 @@ def test_a_lease_of_another_boot_has_ended(pool: Pool) -> None:
     with holding(pool, wish(8)) as lease:
         assert len(lease.ipus) == 8
     assert list(Path(pool.path).iterdir()) == []
+    assert ticket.descriptor is not None
     os.close(ticket.descriptor)
 
 

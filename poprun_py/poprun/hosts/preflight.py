@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -131,10 +132,8 @@ def forget_key(plan: LaunchPlan, key: JobKey, here: Collection[str]) -> None:
     async def ask() -> None:
         this_machine = next(iter(here), _HERE)
         connections = HostConnections(dict.fromkeys((this_machine, *plan.hosts)), this_machine, plan.remote)
-        try:
+        async with aclosing(connections):
             await _forget(connections, plan, key, _FACTS_SECONDS)
-        finally:
-            await connections.close()
 
     asyncio.run(ask())
 
@@ -155,7 +154,7 @@ class _Examiner:
 
     async def examine(self) -> tuple[tuple[JobNetwork, str] | None, list[Problem]]:
         """Check all hosts. Return (network, how its addresses were chosen), or None, and all problems found."""
-        try:
+        async with aclosing(self._connections):
             answers = await self._ask_for_facts()
             self._record_problems(answers)
             await self._ask_for_slots(answers)
@@ -166,8 +165,6 @@ class _Examiner:
             key = JobKey(text=new_key(), file=_KEY_FILE.format(os.urandom(16).hex()))
             if not self._problems:
                 await self._hand_over(key)
-        finally:
-            await self._connections.close()
         if self._problems:
             return None, self._problems
         routes = tuple(choice.routes[host] for host in self._plan.hosts)

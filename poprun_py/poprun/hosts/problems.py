@@ -173,7 +173,9 @@ def _mpi_problems(host: str, runtime: MpiRuntime, answer: Mapping[str, Any]) -> 
     if ":" in host:
         cause = "the MPI launchers do not take an IPv6 address in place of a name"
         yield Problem(host, cause, "name it in /etc/hosts or ~/.ssh/config, and use that name")
-    elif runtime.kind is MpiKind.MPICH and not any(_is_outer_ipv4(address) for _, address in answer["addresses"]):
+    elif runtime.kind is MpiKind.MPICH and all(
+        ":" in address or _is_loopback(address) for _, address in answer["addresses"]
+    ):
         cause = "it has no IPv4 address, and MPICH's launcher knows no IPv6"
         yield Problem(host, cause, "give it one, or use Open MPI")
     if other_runtime is None:
@@ -233,10 +235,6 @@ def judge_routes(
             cause = f"it does not reach {name} from {route.address} at {address}: {problem}"
             remedy = "open the network between them to all ports, or choose another with --host-subnet"
             yield Problem(route.name, cause, remedy)
-
-
-def _is_outer_ipv4(address: str) -> bool:
-    return ":" not in address and not _is_loopback(address)
 
 
 def _is_loopback(address: str) -> bool:

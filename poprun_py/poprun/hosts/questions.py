@@ -80,7 +80,7 @@ class HostConnections:
         await self._close(failures)
         return answers, failures
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections to all hosts."""
         await self._close(tuple(self._connections))
 
@@ -100,8 +100,8 @@ class _HostConnection:
         """Return the host's answer to ``question``. Raises NoAnswerError if the host does not answer."""
         began_at_seconds = time.monotonic()
         process = self._process or await self._start()
-        _, output, complaints = _streams(process)
-        _send(process, json.dumps(question).encode() + b"\n")
+        stream, output, complaints = _streams(process)
+        stream.write(json.dumps(question).encode() + b"\n")
         with suppress(ConnectionError, ValueError):  # a ValueError means that the output is not an answer
             while line := await output.readline():
                 _, mark, text = line.decode(errors="replace").partition(remote_side.MARK)
@@ -128,13 +128,8 @@ class _HostConnection:
         except OSError as error:
             raise NoAnswerError(127, f"{self._command[0]}: {error.strerror}") from None
         self._process = process
-        _send(process, f"{len(_PROGRAM)}\n".encode() + _PROGRAM)
+        _streams(process)[0].write(f"{len(_PROGRAM)}\n".encode() + _PROGRAM)
         return process
-
-
-def _send(process: Process, data: bytes) -> None:
-    with suppress(ConnectionError):
-        _streams(process)[0].write(data)
 
 
 def _streams(process: Process) -> tuple[StreamWriter, StreamReader, StreamReader]:

@@ -16,7 +16,7 @@ from poprun.devices.lease.claims import Claim, Granted, LeasedPlan, Log, choose_
 from poprun.devices.pool.clusters import choose_cluster, pod_of
 from poprun.devices.pool.holders import is_here, this_process
 from poprun.devices.pool.place import pool_folder
-from poprun.devices.pool.pool import LockedTicket, Pool, wait_for_turn
+from poprun.devices.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.devices.pool.records import HeldLease, PoolState
 from poprun.devices.pool.requests import PoolRequest, refusal
 from poprun.devices.server.sole_server import is_served
@@ -78,15 +78,14 @@ def ipu_claims(
     """Return the job's requests for this machine's virtual IPUs and GPUs; ``partition`` limits the choice."""
     claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
-        listed = find_devices(os.environ) if facts is None else None
-        if listed is not None and listed.gpus and listed.maker != plan.maker:
+        here = find_devices(os.environ) if facts is None else facts
+        if here.gpus and here.maker != plan.maker:
             raise PlanError(
-                f"the devices here are {listed.maker}'s, and the job is planned for {plan.maker}'s: name hosts "
+                f"the devices here are {here.maker}'s, and the job is planned for {plan.maker}'s: name hosts "
                 "with devices of one maker"
             )
-        gpus = listed.gpus if listed is not None else facts.gpus if facts is not None else ()
         is_beside = plan.leases_ipus or plan.asks_server
-        claims.append(GpuClaim(plan, None if is_beside else partition, gpus, is_fixed=is_fixed))
+        claims.append(GpuClaim(plan, None if is_beside else partition, here.gpus, is_fixed=is_fixed))
     return claims
 
 
@@ -110,7 +109,7 @@ class LocalClaim(Claim):
         self.plan = plan
         self.cluster = cluster
         self._pool = _pool_of(plan)
-        self._ticket: LockedTicket | None = None
+        self._ticket: Ticket | None = None
 
     @abstractmethod
     def request(self) -> PoolRequest:

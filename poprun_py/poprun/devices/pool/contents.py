@@ -20,8 +20,9 @@ from poprun.text.fields import read_record, write_record
 from poprun.text.input_files import parse_json
 
 LOCK: Final = "lock"  # the kind of the file that a job with a lease keeps locked; its key is the lease's key
+PARTITION: Final = "partition"  # the kind of the file of a partition (set of IPUs)
 _VERSION: Final = 1
-_KINDS: Final = {Lease: "lease", Partition: "partition"}
+_KINDS: Final = {Lease: "lease", Partition: PARTITION}
 
 Row = TypeVar("Row", Lease, Partition)
 
@@ -73,7 +74,7 @@ def read_contents(folder: PoolFolder) -> Contents:
         if file is None or not file.data.strip(b"\0"):
             continue  # the file was removed meanwhile, or its data were lost when the machine crashed
         try:
-            if kind == _KINDS[Partition]:
+            if kind == PARTITION:
                 row = read_row(Partition, file.data, file.uid)
                 partitions.append(Stored(key=key, uid=file.uid, row=row))
                 continue
@@ -125,13 +126,8 @@ def end_lease(folder: PoolFolder, key: str) -> None:
         folder.remove(kind, key)
 
 
-def remove_partition(folder: PoolFolder, stored: Stored[Partition]) -> None:
-    """Remove the file of the partition ``stored`` from the pool's folder."""
-    folder.remove(_KINDS[Partition], stored.key)
-
-
 def clear(folder: PoolFolder, contents: Contents) -> None:
     """Remove the files that this user's ended jobs left in the locked folder of the pool."""
     leases = [stored.key for stored in contents.leases]
     partitions = [stored.key for stored in contents.partitions]
-    folder.remove_own({_KINDS[Lease]: leases, LOCK: leases, _KINDS[Partition]: partitions})
+    folder.remove_own({_KINDS[Lease]: leases, LOCK: leases, PARTITION: partitions})

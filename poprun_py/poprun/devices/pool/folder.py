@@ -55,8 +55,18 @@ class PoolFolder:
     @contextmanager
     def alone(self, busy_seconds: float) -> Iterator[None]:
         """A context in which this process has locked the pool's folder, so no other process changes it."""
-        if not _lock(self._descriptor, busy_seconds):
-            raise PoolError(f"pool {self.path}: others have kept it locked for {busy_seconds:g} s: try again")
+        deadline, pause_seconds = time.monotonic() + busy_seconds, _SHORTEST_PAUSE_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PoolError(
+                        f"pool {self.path}: others have kept it locked for {busy_seconds:g} s: try again"
+                    ) from None
+                time.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
         try:
             yield
         finally:
@@ -206,18 +216,3 @@ def opened_folder(path: str, *, makes: bool) -> Iterator[PoolFolder]:
     """A context with the open folder ``path`` of a pool. Raises PoolError if the folder is not safe to use."""
     with opened_place(path, makes=makes) as descriptor:
         yield PoolFolder(path, descriptor)
-
-
-def _lock(descriptor: int, patience_seconds: float) -> bool:
-    """Lock an open folder, waiting at most ``patience_seconds``; return whether this process now has the lock."""
-    deadline, pause_seconds = time.monotonic() + patience_seconds, _SHORTEST_PAUSE_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-        else:
-            return True

@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 from poprun.devices.pool.clusters import check_names
 from poprun.devices.pool.contents import (
     LOCK,
+    PARTITION,
     Contents,
     Stored,
     clear,
     end_lease,
     read_contents,
-    remove_partition,
     write,
 )
 from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
@@ -32,28 +32,12 @@ _NO_IPUS: Final = Cluster(name="none", kind=CPU, ipus=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A lease of a server's client, or the client's place in the queue, which only the server can end."""
+    """A lease of this process's job or of a server's client, or its place in the queue."""
 
     id: int
     key: str  # the key in the names of the lease's files in the pool
     ipus: tuple[str, ...] = ()  # names of the lease's IPUs, in slot order; empty while the job waits
-
-    def close(self) -> None:
-        """Do nothing, because the lease of a server's client has no open file in this process."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockedTicket(Ticket):
-    """A lease of this process's job, or a place in the queue, which lasts while a file is locked."""
-
-    descriptor: int  # the locked file: the lease exists as long as a process has this file open
-
-    def close(self) -> None:
-        """Close the locked file of the lease, which ends when no process has the file open."""
-        os.close(self.descriptor)
-
-
-AnyTicket = TypeVar("AnyTicket", bound=Ticket)
+    descriptor: int | None = None  # the lease's file, locked while a process has it open; None for a client
 
 
 class Pool:
@@ -74,28 +58,38 @@ class Pool:
         except FileNotFoundError:
             return PoolState()
 
-    def enqueue(self, holder: Holder, request: PoolRequest) -> LockedTicket:
+    def enqueue(self, holder: Holder, request: PoolRequest) -> Ticket:
         """Put a job into the queue for IPUs; grant ``request`` now if no job is before it and IPUs are free."""
-        key = secrets.token_hex(16)
+        key = holder.client_key or secrets.token_hex(16)
         with self._writing() as (folder, contents):
-            descriptor = folder.make_lock(LOCK, key)
+            lease = Lease(
+                id=contents.next_number,
+                holder=holder,
+                since_epoch_seconds=time.time(),
+                num_ipus=request.num_ipus,
+                queue=request.queue,
+            )
+            stored = Stored(key=key, uid=os.geteuid(), row=lease)
+            descriptor = None if holder.client_key else folder.make_lock(LOCK, key)
             try:
-                lease, ipus = _enqueued(folder, contents, key, holder, request)
+                ipus = _grant(folder, contents, stored, request)
+                if not ipus:
+                    write(folder, stored)
             except BaseException:
-                os.close(descriptor)
+                _close(descriptor)
+                end_lease(folder, key)
                 raise
-        return LockedTicket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
+        return Ticket(id=lease.id, key=key, ipus=ipus, descriptor=descriptor)
 
-    def enqueue_client(self, key: str, holder: Holder, request: PoolRequest) -> Ticket:
-        """Queue a server's client for IPUs; grant ``request`` now if no job is before it and IPUs are free."""
-        with self._writing() as (folder, contents):
-            lease, ipus = _enqueued(folder, contents, key, holder, request)
-        return Ticket(id=lease.id, key=key, ipus=ipus)
-
-    def retry(self, ticket: AnyTicket, request: PoolRequest) -> AnyTicket:
+    def retry(self, ticket: Ticket, request: PoolRequest) -> Ticket:
         """Grant ``request`` if its job is first in the queue and IPUs are free; return the job's new ticket."""
         with self._writing() as (folder, contents):
-            return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
+            own_lease = next((stored for stored in contents.leases if stored.key == ticket.key), None)
+            if own_lease is None or own_lease.uid != os.geteuid():
+                raise PoolError(
+                    "this job's place in the queue of the pool has gone: somebody has removed its file"
+                )
+            return replace(ticket, ipus=_grant(folder, contents, own_lease, request))
 
     def release(self, ticket: Ticket) -> None:
         """Release a lease or a place in the queue, and remove a partition that was made only for this lease."""
@@ -104,7 +98,7 @@ class Pool:
             with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
                 end_lease(folder, ticket.key)
         finally:
-            ticket.close()
+            _close(ticket.descriptor)
 
     def create_partition(
         self,
@@ -146,7 +140,7 @@ class Pool:
     def remove_partition(self, name: str) -> None:
         """Remove the partition (set of IPUs) ``name``. Raises an error if a job uses it or another user has it."""
         with self._writing() as (folder, contents):
-            remove_partition(folder, _unused(contents, name))
+            folder.remove(PARTITION, _unused(contents, name).key)
 
     def reset_partition(self, name: str) -> Partition:
         """Choose new IPUs for an unused partition (set of IPUs). Raises IpusTakenError if too few are free."""
@@ -171,33 +165,9 @@ class Pool:
             yield folder, contents
 
 
-def _enqueued(
-    folder: PoolFolder, contents: Contents, key: str, holder: Holder, request: PoolRequest
-) -> tuple[Lease, tuple[str, ...]]:
-    """Write a new lease, last in the queue for IPUs; return the lease, and the names of IPUs it gets at once."""
-    lease = Lease(
-        id=contents.next_number,
-        holder=holder,
-        since_epoch_seconds=time.time(),
-        num_ipus=request.num_ipus,
-        queue=request.queue,
-    )
-    try:
-        stored = Stored(key=key, uid=os.geteuid(), row=lease)
-        ipus = _grant(folder, contents, stored, request)
-        if not ipus:
-            write(folder, stored)
-    except BaseException:
-        end_lease(folder, key)
-        raise
-    return lease, ipus
-
-
-def _own(contents: Contents, key: str) -> Stored[Lease]:
-    own_lease = next((stored for stored in contents.leases if stored.key == key), None)
-    if own_lease is None or own_lease.uid != os.geteuid():
-        raise PoolError("this job's place in the queue of the pool has gone: somebody has removed its file")
-    return own_lease
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _grant(folder: PoolFolder, contents: Contents, stored: Stored[Lease], request: PoolRequest) -> tuple[str, ...]:

@@ -79,23 +79,13 @@ class LeaseRenewal:
         return True
 
 
-def _first_line() -> bytes:
-    """Read the first line of standard input, byte by byte, and return it; later lines stay unread."""
-    line = b""
-    while not line.endswith(b"\n"):
-        letter = os.read(_INPUT, 1)
-        if not letter:
-            return b""
-        line += letter
-    return line
-
-
 def main() -> None:
     """Fork, so that poprun is not the parent, and renew the lease that the first line of input describes."""
     if os.fork():
         os._exit(0)
-    line = _first_line()
-    if line:
+    with open(_INPUT, "rb", buffering=0, closefd=False) as stream:  # unbuffered, so that later lines stay unread
+        line = stream.readline()
+    if line.endswith(b"\n"):
         LeaseRenewal(json.loads(line)).keep()
 
 

@@ -122,7 +122,7 @@ class ClientLeases:
         if lease is None:
             if num_clients >= MAX_CLIENTS:
                 raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")
-            ticket = self._pool.enqueue_client(request.key, request.holder, pool_request)
+            ticket = self._pool.enqueue(request.holder, pool_request)
         else:
             ticket = Ticket(id=lease.id, key=request.key, ipus=lease.ipus)
         num_before = sum(other.id < ticket.id for other in state.waiting(pool_request.queue))

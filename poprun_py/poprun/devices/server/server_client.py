@@ -119,10 +119,7 @@ class RemotePool:
         self._call("remove-partition", PartitionName(name=name), Nothing)
 
     def request_lease(self, request: LeaseRequest) -> LeaseAnswer:
-        """Send a request for IPUs to the server; return the granted IPUs, or how long to wait.
-
-        Another request with the same key is about the same lease.
-        """
+        """Send a request for IPUs to the server; return the granted IPUs, or how long to wait."""
         return self._call("take-lease", request, LeaseAnswer)
 
     def end_lease(self, key: str) -> None:

@@ -165,7 +165,7 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
 
     If poprun and all agents here are killed, the process renews the lease for ``linger_seconds`` more.
     """
-    # Agents keep the descriptor open. The process lingers because programs of other hosts may still run.
+    # The process lingers because programs of other hosts may still run.
     seconds = {"lease_seconds": lease_seconds, "linger_seconds": linger_seconds}
     job = {"server": asdict(server), "key": key, **seconds}
     life_reader, life_writer = os.pipe()

@@ -232,11 +232,9 @@ def _sockets(facts: InstallationFacts) -> Iterator[Finding]:
 
 
 def _hash_seed(facts: InstallationFacts) -> Iterator[Finding]:
-    if facts.hash_seed:
-        yield Finding("hash seed", State.OK, f"{HASH_SEED}={facts.hash_seed}, as you have set it")
-    else:
-        found = f"poprun sets {HASH_SEED}=0; with torchrun, mpiexec and srun, export {HASH_SEED}=0 yourself"
-        yield Finding("hash seed", State.OK, found)
+    default = f"poprun sets {HASH_SEED}=0; with torchrun, mpiexec and srun, export {HASH_SEED}=0 yourself"
+    found = f"{HASH_SEED}={facts.hash_seed}, as you have set it" if facts.hash_seed else default
+    yield Finding("hash seed", State.OK, found)
 
 
 def _other_hosts(facts: InstallationFacts) -> Iterator[Finding]:

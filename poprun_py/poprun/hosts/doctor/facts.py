@@ -7,11 +7,11 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from popdist.ground.contract import VERSION
 from poprun.hosts.probe.machine import machine_facts
+from poprun.hosts.probe.provenance import version_of
 from poprun.launch.process.limits import cpu_quota, find_loopback_problem, find_tmpdir_problem
 from poprun.launch.process.machine_evidence import MemoryLimits, memory_limits
 from poprun.launch.process.spawn import answer_of
@@ -145,13 +145,6 @@ def _versions(environment: Mapping[str, str]) -> dict[str, str | None]:
         "poprun": VERSION,
         "popdist": VERSION,
         "python": platform.python_version(),
-        **{name: _installed(name) for name in DEPENDENCIES},
+        **{name: version_of(name) for name in DEPENDENCIES},
         "mpi": str(mpi) if mpi else None,
     }
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -182,7 +182,7 @@ def _cpu(folder: str, number: int, node_of: Mapping[int, int]) -> Cpu:
         core=siblings[0],
         cache=max(_caches(os.path.join(folder, "cache")), default=(0, -1))[1],
         node=node_of.get(number, 0),
-        socket=max(0, _number(os.path.join(topology, "physical_package_id")) or 0),
+        socket=_number(os.path.join(topology, "physical_package_id")),
     )
 
 
@@ -193,7 +193,7 @@ def _caches(folder: str) -> Iterator[tuple[int, int]]:
             cache = os.path.join(folder, name)
             sharers = _numbers(os.path.join(cache, "shared_cpu_list"))
             if sharers and _text(os.path.join(cache, "type")) != _INSTRUCTIONS:
-                yield _number(os.path.join(cache, "level")) or 0, sharers[0]
+                yield _number(os.path.join(cache, "level")), sharers[0]
 
 
 def _node_of_cores(folder: str) -> dict[int, int]:
@@ -211,11 +211,9 @@ def _numbers(path: str) -> tuple[int, ...]:
     return ()
 
 
-def _number(path: str) -> int | None:
-    """Return the number in the file ``path``; None if the file is missing or contains something else."""
-    with suppress(OSError, ValueError):
-        return int(read_text(path))
-    return None
+def _number(path: str) -> int:
+    """Return the number in the file ``path``; 0 if the file is missing or contains something else, such as -1."""
+    return next(iter(_numbers(path)), 0)
 
 
 def _text(path: str) -> str:

@@ -15,17 +15,18 @@ _GIT_SECONDS: Final = 2.0
 
 def provenance(program: Sequence[str], working_directory: str) -> dict[str, str]:
     """Return the known versions of Python and packages that ``program`` uses, and its folder's git revision."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     if program and os.path.dirname(program[0]) == os.path.dirname(sys.executable):
-        versions = {"python": platform.python_version(), **{it: _version_of(it) for it in _PACKAGES}}
+        versions = {"python": platform.python_version(), **{it: version_of(it) for it in _PACKAGES}}
     git = ("git", "-C", working_directory, "describe", "--always", "--dirty", "--abbrev=12")
     answer = answer_of(git, _GIT_SECONDS) or ""
     versions["revision"] = answer.strip() if len(answer.splitlines()) == 1 else ""
     return {name: value for name, value in versions.items() if value}
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str | None:
+    """Return the version of the installed ``package``; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return ""
+        return None

@@ -226,7 +226,8 @@ def _different_ends(
         ]
         alone = [index for index, it in words.items() if _DIFFERENT.search(_last_lines(it))]
         others = [it.index for it in statuses if it.index not in alone]
-        has_other_model = len(alone) == 1 and alone != [0] and _has_other_model(words[alone[0]])
+        # the error is about the model of rank 0
+        has_other_model = len(alone) == 1 and alone != [0] and "same param" in _last_lines(words[alone[0]])
         culprits = minority([others, alone]) if has_other_model else _at_other_line(verdict, statuses)
     victims = tuple(it.index for it in statuses if it.has_failed and it.index not in culprits)
     return replace(
@@ -266,11 +267,6 @@ def _with_aborted(queue: Queue, words: Mapping[int, LastWords]) -> Queue:
     if len(aborted) != 1 or by_size[0].num_bytes == by_size[-1].num_bytes:
         return queue
     return replace(queue, calls={**queue.calls, aborted[0]: by_size[0]})
-
-
-def _has_other_model(last: LastWords) -> bool:
-    """Whether a program's error says that its model differs from the model of rank 0."""
-    return "same param" in _last_lines(last)
 
 
 def _differing_queue(evidence: Mapping[int, InstanceEvidence]) -> Queue | None:

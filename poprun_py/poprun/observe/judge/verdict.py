@@ -63,7 +63,8 @@ def find_verdict_of_hang(
     if left := _left_to_finalize(hang, evidence, read_line):
         return _blame_early(verdict, left, None, hang)
     known = {index for queue in queues for index in queue.recorded}
-    if absent := [it for it in hang.absent if it not in known and not _waits_unreported(evidence.get(it))]:
+    known |= {index for index, it in evidence.items() if collective_of(it.stacks)}  # waits without a report
+    if absent := [it for it in hang.absent if it not in known]:
         return _blame_absent(verdict, absent, None, evidence, read_line)
     if early := hang.ended or (hang.waiting.get(FINALIZE, ()) if len(hang.waiting) > 1 else ()):
         return _blame_early(verdict, early, None, hang)
@@ -120,11 +121,6 @@ def _blame_standing(
 
 
 _MULTIPROCESSING: Final = "/multiprocessing/"
-
-
-def _waits_unreported(known: InstanceEvidence | None) -> bool:
-    """Whether the stack of a program shows that it waits in a collective, although it has not reported a wait."""
-    return known is not None and bool(collective_of(known.stacks))
 
 
 def _left_to_finalize(
@@ -389,14 +385,9 @@ _LOADER: Final = "/torch/utils/data/dataloader.py"
 _HELD_UP: Final = ("in an uninterruptible wait", "stopped by")
 
 
-def _is_loading(known: InstanceEvidence) -> bool:
-    """Whether a program's main thread waits in torch's DataLoader."""
-    return any(frame.file.endswith(_LOADER) for frame in known.stacks.main)
-
-
 def stuck_helper(known: InstanceEvidence) -> Helper | None:
     """Return a DataLoader worker, in user code or held up, that the main thread waits for; None if none is."""
-    if not known.helpers or not _is_loading(known):
+    if not any(frame.file.endswith(_LOADER) for frame in known.stacks.main):
         return None
     return next(
         (it for it in known.helpers if helper_frame(it) or any(state in it.process for state in _HELD_UP)), None

@@ -40,8 +40,7 @@ class LookRound:
     def __init__(self) -> None:
         self.stuck_workers: dict[int, str] = {}  # where a loader's worker was seen last, by instance
         self._asked_at_seconds = 0.0
-        self._unanswered: set[int] = set()  # instances that have not answered yet
-        self._ahead_seconds: Mapping[int, float] = {}
+        self._ahead_seconds: dict[int, float] = {}  # of the instances that have not answered yet
         self._looks: dict[int, Look] = {}
 
     def is_due(self, now_seconds: float) -> bool:
@@ -50,16 +49,15 @@ class LookRound:
 
     def ask(self, ahead_seconds: Mapping[int, float], now_seconds: float) -> None:
         """Begin a round; ``ahead_seconds``: how far the clock of each asked instance is ahead of poprun's."""
-        self._ahead_seconds, self._looks = ahead_seconds, {}
-        self._unanswered, self._asked_at_seconds = set(ahead_seconds), now_seconds
+        self._ahead_seconds, self._looks, self._asked_at_seconds = dict(ahead_seconds), {}, now_seconds
 
     def add(self, event: Mapping[str, Any], status: InstanceStatus, now_seconds: float) -> None:
         """Record the answer of one instance: its last collectives, and its DataLoader workers' stacks."""
-        if status.index in self._unanswered:
-            self._unanswered.discard(status.index)
+        if status.index in self._ahead_seconds:
+            ahead_seconds = self._ahead_seconds.pop(status.index)
             if event.get("stacks"):
                 self._record_worker(status.index, event["stacks"])
-            look = read_look(event, status, now_seconds, self._ahead_seconds[status.index])
+            look = read_look(event, status, now_seconds, ahead_seconds)
             if look is not None:
                 self._looks[status.index] = look
 
@@ -72,9 +70,9 @@ class LookRound:
     def finish(self, now_seconds: float) -> dict[int, Look]:
         """Return the answers by instance once all have arrived or the time limit is over; {} before then."""
         is_late = now_seconds - self._asked_at_seconds >= _ANSWER_SECONDS
-        if not self._looks or (self._unanswered and not is_late):
+        if not self._looks or (self._ahead_seconds and not is_late):
             return {}
-        looks, self._looks, self._unanswered = self._looks, {}, set()
+        looks, self._looks, self._ahead_seconds = self._looks, {}, {}
         return looks
 
 

@@ -142,25 +142,19 @@ def _speed_difference(before: AttemptRecord, after: AttemptRecord) -> Difference
     if is_none and abs(longer) / first.seconds > noise:
         than = "longer" if waited > 0 else "less long"
         notes = (f"all instances together waited {_length(abs(waited))} a step {than} for a core",)
-    is_hidden = is_none and noise > _MOST_NOISE
-    if is_hidden:
+    change = Change.NONE if is_none else Change.SLOWER if own_change > 0 else Change.FASTER
+    if is_none and noise > _MOST_NOISE:
+        change = Change.UNKNOWN
         notes = (f"the runs vary by {noise:.0%}, so that a smaller difference cannot be seen", *notes)
     return Difference(
         figure=figure,
         before=_length(first.seconds),
         after=_length(second.seconds),
-        change=_judged(own_change, is_none=is_none, is_hidden=is_hidden),
+        change=change,
         share=longer / first.seconds,
         noise=noise,
         notes=notes,
     )
-
-
-def _judged(own: float, *, is_none: bool, is_hidden: bool) -> Change:
-    """Return how a step's time changed by ``own``: not if ``is_none``, or unknown if noise ``is_hidden``."""
-    if is_none:
-        return Change.UNKNOWN if is_hidden else Change.NONE
-    return Change.SLOWER if own > 0 else Change.FASTER
 
 
 def _length(seconds: float, form: str = ".4g") -> str:

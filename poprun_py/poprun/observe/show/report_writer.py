@@ -45,7 +45,7 @@ class ReportWriter:
         began_seconds = time.monotonic()
         for file, path in self._paths.items():
             try:
-                write_whole(path, _render(file, job))
+                write_whole(path, render_job(job) if file.endswith(DATA) else render_page(job))
             except OSError as error:
                 if file not in self._warned_files:
                     so = "" if job.is_over else "; the job goes on"
@@ -53,9 +53,3 @@ class ReportWriter:
                 self._warned_files.add(file)
         now_seconds = time.monotonic()
         self._next_seconds = now_seconds + max(_GAP_SECONDS, (now_seconds - began_seconds) / _LARGEST_SHARE)
-
-
-def _render(file: str, job: JobRecord) -> str:
-    if file.endswith(DATA):
-        return render_job(job)
-    return render_page(job)
