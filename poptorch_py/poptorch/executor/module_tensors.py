@@ -94,21 +94,19 @@ class ModuleTensors:
         # of local replica 0, what the module has of another instance
         self._first: dict[str, Tensor] = {}
         if popdist.instance_index():
-            pairs = zip(self._separate, copy.deepcopy(values), strict=True)
-            self._first = {name: value for name, value in pairs if name in self._shared}
+            self._first = {name: it for name, it in copy.deepcopy(values).items() if name in self._shared}
         self._own = values  # what the module has while the model does not run
 
-    def _own_values(self) -> list[Tensor]:
-        return [self.copies.get(name, self.buffers[name].data) for name in self._separate]
+    def _own_values(self) -> dict[str, Tensor]:
+        return {name: self.copies.get(name, self.buffers[name].data) for name in self._separate}
 
     def _find_tensors(self) -> None:
         self._num_trainings_seen = counts.trainings
         self._places = list(_places(self._module))
         tensors = {id(place.tensor): place for place in reversed(self._places)}  # the first name of each
-        named = {place.name: place.tensor for place in reversed(tensors.values())}
-        # the module's parameters by name, each once
+        # the module's parameters and buffers by name, each once
+        self._named = named = {place.name: place.tensor for place in reversed(tensors.values())}
         self.parameters = {name: it for name, it in named.items() if isinstance(it, nn.Parameter)}
-        # the module's buffers by name, each once
         self.buffers = {name: it for name, it in named.items() if not isinstance(it, nn.Parameter)}
         self._buffer_places = [place for place in self._places if not isinstance(place.tensor, nn.Parameter)]
         # the values of all of them on the device, by name; empty without copies
@@ -153,9 +151,9 @@ class ModuleTensors:
                 self.fill_replicas()
             if self._separate:
                 self._own = self._own_values()
-            self._host_values = {name: self._tensor(name).data for name in self.copies}
+            self._host_values = {name: self._named[name].data for name in self.copies}
             for name, value in self.copies.items():
-                self._tensor(name).data = value
+                self._named[name].data = value
             counts.running += 1
         self._num_entered += 1
 
@@ -169,7 +167,7 @@ class ModuleTensors:
             self._put_buffers(self._own)
         faults = [it.put_back() for it in self._places if getattr(it.part, it.key, None) is not it.tensor]
         for name, value in self._host_values.items():
-            self._tensor(name).data = value
+            self._named[name].data = value
         if self.copies:
             self.copy_to_host()
         for parameter, gradient in self._gradients:
@@ -179,19 +177,15 @@ class ModuleTensors:
         if faults and kind is None:
             raise Error(faults[0])
 
-    def _tensor(self, name: str) -> Tensor:
-        return self.parameters[name] if name in self.parameters else self.buffers[name]
-
     def select_replica(self, replica: int) -> None:
         """While the model runs: give the module the buffers of local replica ``replica``."""
         if replica:
             self._put_buffers(self._others[replica - 1])
         elif self._others or self._first:
-            own = zip(self._separate, self._own, strict=True)
-            self._put_buffers([self._first.get(name, value) for name, value in own])
+            self._put_buffers(self._own | self._first)
 
-    def _put_buffers(self, values: Sequence[Tensor]) -> None:
-        for name, value in zip(self._separate, values, strict=True):
+    def _put_buffers(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
             self.buffers[name].data = value
 
     @torch.no_grad()
@@ -199,8 +193,7 @@ class ModuleTensors:
         """While the model runs, on all instances: give the module the shared buffers of the job's replica 0."""
         if not self._shared or popdist.num_instances() == 1:
             return
-        named = zip(self._separate, self._own, strict=True)
-        values = [value for name, value in named if name in self._shared]
+        values = [value for name, value in self._own.items() if name in self._shared]
         sent = [value.to(popdist.device()).reshape(-1).view(torch.uint8) for value in values]
         received = popdist.broadcast(torch.cat(sent)).split([len(part) for part in sent])
         for value, part in zip(values, received, strict=True):
@@ -212,14 +205,14 @@ class ModuleTensors:
         chosen = {*self.copies} if names is None else {*names}
         for name, value in self.copies.items():
             if name in chosen:
-                value.copy_(self._tensor(name))
+                value.copy_(self._named[name])
         self.fill_replicas(names)
 
     @torch.no_grad()
     def copy_to_host(self) -> None:
         """Give the module the device's values, as far as running changes them."""
         for name, value in self.copies.items():
-            tensor = self._tensor(name)
+            tensor = self._named[name]
             if name in self.buffers or (self._is_training and tensor.requires_grad):
                 tensor.copy_(value)
 
@@ -234,8 +227,7 @@ class ModuleTensors:
     @property
     def replica_buffers(self) -> list[dict[str, Tensor]]:
         """What each replica of this process has in place of the module's buffers, by name."""
-        others = (dict(zip(self._separate, values, strict=True)) for values in self._others)
-        return [self._first, *others]
+        return [self._first, *self._others]
 
     @torch.no_grad()
     def load_replica_buffers(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
