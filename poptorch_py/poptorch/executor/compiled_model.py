@@ -4,7 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -251,16 +251,10 @@ def _replicated(
     return popdist.ReplicatedModel(holder, seed, num_local_replicas=num_local_replicas)
 
 
-_REDUCTIONS: Final[dict[ReductionType, Literal["mean", "sum"]]] = {
-    ReductionType.Mean: "mean",
-    ReductionType.Sum: "sum",
-}
-
-
 def reduction_of(options: Options) -> Literal["mean", "sum"]:
     """How gradients of micro batches and replicas become one."""
     kind = options.Training.accumulation_and_replication_reduction_type
-    if kind not in _REDUCTIONS:
+    if kind is ReductionType.NoReduction:
         raise Error(
             f"accumulationAndReplicationReductionType is {kind}: choose ReductionType.Mean or ReductionType.Sum, "
             "without which replicas would have different weights"
@@ -283,7 +277,7 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
             f"{popdist.num_local_replicas()} replicas: make the options as popdist.poptorch.Options(), or start "
             f"the program with --num-replicas {popdist.num_instances() * options.replication_factor}"
         )
-    return _REDUCTIONS[kind]
+    return "mean" if kind is ReductionType.Mean else "sum"
 
 
 def _updatable_buffers(options: Options, tensors: ModuleTensors) -> list[str]:
