@@ -17,8 +17,7 @@ from torch import nn
 
 import poptorch
 from poptorch._logging import logger
-from poptorch.blocks import check_stages, recorded_forward, recording
-from poptorch.blocks.pipeline_stages import EnteredBlock
+from poptorch.blocks.pipeline_stages import EnteredBlock, check_stages, recorded_forward, recording
 
 AUTO = poptorch.AutoStage
 

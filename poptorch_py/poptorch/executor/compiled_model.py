@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from poptorch.blocks import check_stages
+from poptorch.blocks.pipeline_stages import check_stages
 from poptorch.custom_types import tensors_of
 from poptorch.enums import ReductionType
 from poptorch.errors import Error

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from poptorch import poptorch_core
 from poptorch._logging import logger
-from poptorch.blocks import is_pipeline, module_repr
+from poptorch.blocks.annotations import module_repr
+from poptorch.blocks.pipeline_stages import is_pipeline
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import Error, is_whole
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters, TrainingRuns

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from poptorch.blocks import recording
+from poptorch.blocks.pipeline_stages import recording
 from poptorch.custom_types import flattened, tensors_of, with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch

@@ -1,9 +1,9 @@
 """The operations that PopTorch adds to torch's."""
 
-from poptorch.blocks import BeginBlock as BeginBlock
-from poptorch.blocks import Block as Block
-from poptorch.blocks import BlockFunction as BlockFunction
-from poptorch.blocks import removeBlocks as removeBlocks
+from poptorch.blocks.annotations import BeginBlock as BeginBlock
+from poptorch.blocks.annotations import Block as Block
+from poptorch.blocks.annotations import BlockFunction as BlockFunction
+from poptorch.blocks.annotations import removeBlocks as removeBlocks
 from poptorch.losses import identity_loss as identity_loss
 from poptorch.ops.beam_search import CTCBeamSearchDecoder as CTCBeamSearchDecoder
 from poptorch.ops.beam_search import ctc_beam_search_decoder as ctc_beam_search_decoder

@@ -12,7 +12,7 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
-from poptorch.blocks import recorded_forward
+from poptorch.blocks.pipeline_stages import recorded_forward
 from poptorch.errors import Error, check_arguments, is_whole
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from poptorch.blocks import Block
+from poptorch.blocks.annotations import Block
 from poptorch.enums import OverlapMode
 from poptorch.losses import LOSSES, identity_loss
 from poptorch.ops import hints
