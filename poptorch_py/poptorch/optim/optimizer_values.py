@@ -12,13 +12,6 @@ from poptorch.optim.optimizers import SCALINGS, Optimizer
 _NAMES: Final = {"lr": ("learningRate",), "betas": ("beta1", "beta2")}
 """What numbers are called in the log and in ``ipu_param``, where that is not the attribute in camel case."""
 
-_TYPES: Final = (
-    "accum_type",
-    "velocity_accum_type",
-    "first_order_momentum_accum_type",
-    "second_order_momentum_accum_type",
-)
-
 
 class Value(NamedTuple):
     """A number, and whether it stays as it is."""
@@ -78,12 +71,13 @@ def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
         **_named(optimizer, kind, scalings),
     }
     groups = [_named(optimizer, kind, group) for group in optimizer.param_groups]
+    types = [name for name in kind.signature.parameters if name.endswith("accum_type")]
     if kind is SGD_KIND and not getattr(optimizer, "use_combined_accum", False):
         velocity = Value(scaled, is_constant(optimizer, kind, "loss_scaling"))
         groups = [{**group, "velocityScaling": velocity} for group in groups]
     return OptimizerValues(
         kind=kind,
-        types={name: getattr(optimizer, name) for name in _TYPES if hasattr(optimizer, name)},
+        types={name: getattr(optimizer, name) for name in types if hasattr(optimizer, name)},
         graph=graph,
         groups=groups,
         is_combined=bool(getattr(optimizer, "use_combined_accum", False)),
