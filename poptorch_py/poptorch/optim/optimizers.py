@@ -56,7 +56,7 @@ class VariableAttributes:
 
     def allow(self, attr: str) -> None:
         """Let ``attr`` be an attribute that can be variable."""
-        self._allowed_attributes.append(attr)
+        self._allowed_attributes = [*self._allowed_attributes, attr]
 
     def markAsConstant(self, attr: str) -> None:
         """Keep the value of ``attr``, one of those that can be variable."""
@@ -67,10 +67,7 @@ class VariableAttributes:
         """Let ``setOptimizer`` change ``attr``, one of those that can be variable."""
         self._check(attr)
         if self.isConstant(attr):
-            self._variable_attributes.append(attr)
-
-    def __copy__(self) -> "VariableAttributes":
-        return VariableAttributes(self._variable_attributes, self._allowed_attributes)
+            self._variable_attributes = [*self._variable_attributes, attr]
 
     def _check(self, attr: str) -> None:
         if attr not in self._allowed_attributes:
@@ -96,6 +93,7 @@ class Optimizer(torch.optim.Optimizer):
     max_grad_norm: float
     variable_attrs: VariableAttributes
 
+    _holder: Callable[[], StateHolder | None] = staticmethod(lambda: None)  # the model that trains with it
     kind: ClassVar[OptimizerKind]
     __signature__: ClassVar[inspect.Signature]  # of the constructor, as the table of kinds has it
 
@@ -121,7 +119,6 @@ class Optimizer(torch.optim.Optimizer):
             **{name: _accumulated(name, dtype) for name, dtype in types.items()},
         }
         self._held: dict[str, dict[str, Tensor] | None] = dict.fromkeys(_STATES)
-        self._holder: Callable[[], StateHolder | None] = lambda: None
         self._own = ("_own", "_held", "variable_attrs", *attributes)
         variable = ["lr", *given, *(name for name, value in scalings.items() if value is not None)]
         self.variable_attrs = VariableAttributes(dict.fromkeys(variable), [*self.kind.variable, *scalings])
@@ -194,10 +191,6 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """The attributes of a copy, with which no model trains."""
         return {**super().__getstate__(), **{name: copy.copy(vars(self)[name]) for name in self._own}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.setdefault("_holder", lambda: None)
-        super().__setstate__(state)
 
     def _add_setting(self, name: str, value: object) -> None:
         """A setting of groups that torch's class does not have."""
