@@ -34,24 +34,16 @@ class TensorFlowRMSprop(torch.optim.RMSprop):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        del closure
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     if not state:
-                        kept = {
-                            "square_avg": 1,
-                            "grad_avg": group["centered"],
-                            "momentum_buffer": group["momentum"],
-                        }
-                        names = [name for name, is_kept in kept.items() if is_kept]
+                        settings = {"grad_avg": "centered", "momentum_buffer": "momentum"}
+                        names = ["square_avg", *(name for name, setting in settings.items() if group[setting])]
                         state |= _first_state(parameter, names, num_steps=0.0)
                     _step_of_tensorflow(group, parameter, parameter.grad, state)
-        return loss
 
 
 def _step_of_tensorflow(
