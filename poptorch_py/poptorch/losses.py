@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -22,15 +22,6 @@ _NAMES: Final = """
     triplet_margin_loss triplet_margin_with_distance_loss
 """.split()  # noqa: SIM905 - twenty names read best as text
 
-_REDUCTIONS: Final[dict[object, str]] = {
-    "sum": "sum",
-    "mean": "mean",
-    "none": "none",
-    0: "sum",
-    1: "mean",
-    2: "none",
-}
-
 
 def identity_loss(x: Tensor, reduction: Reduction) -> Tensor:
     """Make ``x`` the loss: for a loss of a program's own, and for a sum of several.
@@ -43,14 +34,13 @@ def identity_loss(x: Tensor, reduction: Reduction) -> Tensor:
     if has_torch_function_unary(x):
         return handle_torch_function(identity_loss, (x,), x, reduction)
     check_arguments("identity_loss", "a tensor", x=x)
-    kind = _REDUCTIONS.get(reduction) if type(reduction) in (str, int) else None
-    if kind is None:
+    if type(reduction) not in (str, int) or reduction not in get_args(Reduction):
         raise Error(
             f"Unsupported reduction {reduction!r}: identity_loss takes 'mean', 'sum' or 'none' (or 1, 0, 2)"
         )
-    if kind == "none":
+    if reduction in ("none", 2):
         return x.view_as(x)
-    return x.mean() if kind == "mean" else x.sum()
+    return x.mean() if reduction in ("mean", 1) else x.sum()
 
 
 LOSSES: Final = {
