@@ -93,22 +93,25 @@ class _DistributedOptions(OptionValues):
 
     def __init__(self) -> None:
         super().__init__(distributed_process_id=0, num_distributed_processes=1)
-        self._number(*process_of_job())
+        self.configureProcessId(*process_of_job())
 
     def disable(self) -> Self:
         """Be process 0 of 1, whatever the environment says."""
-        return self._number(0, 1)
+        return self.configureProcessId(0, 1)
 
     def setEnvVarNames(self, var_num_processes: str = NUM_PROCESSES, var_process_id: str = PROCESS_ID) -> Self:
         """Read the number of processes and this one's index from other variables."""
         names = (var_num_processes, var_process_id)
         if not all(isinstance(name, str) for name in names):
             raise AssertionError(f"setEnvVarNames takes two names, and was given {names}")
-        return self._number(*process_in(var_process_id, var_num_processes))
+        return self.configureProcessId(*process_in(var_process_id, var_num_processes))
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         """Be process ``process_id`` of ``num_processes``; one process may be each of them in turn."""
-        return self._number(process_id, num_processes)
+        num_processes = at_least_one("num_processes", num_processes)
+        if not is_whole(process_id) or process_id not in range(num_processes):
+            raise AssertionError(f"process_id must be from 0 to {num_processes - 1}, and is {process_id!r}")
+        return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
 
     @property
     def processId(self) -> int:
@@ -119,12 +122,6 @@ class _DistributedOptions(OptionValues):
     def numProcesses(self) -> int:
         """Processes that the data are divided among."""
         return int(self.num_distributed_processes)
-
-    def _number(self, process_id: int, num_processes: int) -> Self:
-        num_processes = at_least_one("num_processes", num_processes)
-        if not is_whole(process_id) or process_id not in range(num_processes):
-            raise AssertionError(f"process_id must be from 0 to {num_processes - 1}, and is {process_id!r}")
-        return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
 
 
 class TensorLocationSettings(OptionValues):
