@@ -127,12 +127,6 @@ def tensors_of(value: Any) -> list[Tensor]:
     return flattened(value)[1]
 
 
-def with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:
-    """A value of the same structure, with what ``changed`` makes of each tensor."""
-    structure, tensors = flattened(value)
-    return unflatten(structure, map(changed, tensors))
-
-
 def parser_of(kind: type) -> ICustomArgParser | None:
     """The parser that is registered for ``kind`` or the nearest of its base classes, or None."""
     return next((PARSERS[base] for base in kind.__mro__ if base in PARSERS), None)

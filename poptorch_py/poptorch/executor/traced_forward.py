@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from poptorch.blocks.pipeline_stages import recording
-from poptorch.custom_types import flattened, tensors_of, with_tensors
+from poptorch.custom_types import flattened, tensors_of, unflatten
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.module_tensors import counts
@@ -65,7 +65,8 @@ class TracedForward:
         # for each micro batch of the last call, when it began and when it ended, in seconds
         self.moments: list[tuple[float, float]] = []
         self._place: LossPlace | None = None  # of the loss in the result; else each forward is watched for it
-        args, kwargs = with_tensors(first, Tensor.clone)
+        structure, arguments = flattened(first)
+        args, kwargs = unflatten(structure, map(Tensor.clone, arguments))
         casts, search = WeightCasts(), LossSearch()
         with _explained(), _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
             modes.enter_context(casts)
