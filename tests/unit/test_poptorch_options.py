@@ -20,7 +20,7 @@ import poptorch
 from poptorch import poptorch_core
 from poptorch._logging import logger, setPopartLogLevel
 from poptorch.environment import process_in
-from poptorch.options.model_options import apply_file, apply_json
+from poptorch.options.model_options import apply_json
 
 OPTIONS = poptorch.Options
 
@@ -220,7 +220,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, kind: str) -> None:
     path.write_text(f"\ndeviceIterations(2)\n{line}\n")
 
     with pytest.raises(poptorch.ConfigFileError) as caught:
-        apply_file(OPTIONS(), str(path), poptorch)
+        OPTIONS().loadFromFile(str(path))
 
     assert str(caught.value).startswith(f"{kind} at line 3 of {path}: ")
     assert str(caught.value).endswith(f"\n> options.{line}")

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, Self
 
 import torch
@@ -99,7 +98,18 @@ class Options(OptionValues):
     def loadFromFile(self, filepath: str) -> Self:
         """Call the setters in a file, each in a line as ``Training.gradientAccumulation(4)``; errors name it."""
         self.checkIsFrozen()
-        apply_file(self, filepath, importlib.import_module("poptorch"))
+        names = {"options": self, "poptorch": importlib.import_module("poptorch")}
+        for number, text in enumerate(Path(filepath).read_text(encoding="utf-8").splitlines(), start=1):
+            line = text.strip()
+            if not line or line.startswith("#"):
+                continue
+            call = f"options.{line.removeprefix('options.')}"
+            try:
+                _value_of(ast.parse(call, mode="eval").body, names)
+            except Exception as error:
+                kind = "SyntaxError" if isinstance(error, SyntaxError) else type(error).__name__
+                reason = error.msg if isinstance(error, SyntaxError) else str(error)
+                raise ConfigFileError(f"{kind} at line {number} of {filepath}: {reason}\n> {call}") from error
         return self
 
     def sourceLocationExcludes(self, excludes: Sequence[str]) -> Self:
@@ -309,22 +319,6 @@ def _output_mode(mode: OutputMode, period: int | None) -> tuple[OutputMode, int]
     if period is None:
         raise AssertionError("OutputMode.EveryN needs output_return_period: which outputs to return")
     return mode, at_least_one("output_return_period", period)
-
-
-def apply_file(options: object, path: str, names: ModuleType) -> None:
-    """Call the setters in file ``path`` on ``options``."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    for number, text in enumerate(lines, start=1):
-        line = text.strip()
-        if not line or line.startswith("#"):
-            continue
-        call = f"options.{line.removeprefix('options.')}"
-        try:
-            _value_of(ast.parse(call, mode="eval").body, {"options": options, "poptorch": names})
-        except Exception as error:
-            kind = "SyntaxError" if isinstance(error, SyntaxError) else type(error).__name__
-            reason = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise ConfigFileError(f"{kind} at line {number} of {path}: {reason}\n> {call}") from error
 
 
 def apply_json(options: object, text: str, what: str) -> None:
