@@ -103,7 +103,6 @@ class _PhasedExecution(ExecutionStrategy):
         self.phases = [_phase(phase) for phase in phases if not isinstance(phase, AutoStage)]
         if self.phases and len(self.phases) < len(phases):
             raise AssertionError(f"{type(self).__name__} takes one AutoStage, or phases, and was given {phases}")
-        self.separate_backward_phase = False
         super().__init__(auto_stage, [stage for phase in self.phases for stage in phase.stages])
 
     def phase(self, number: int) -> Phase:
@@ -112,20 +111,17 @@ class _PhasedExecution(ExecutionStrategy):
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         """Whether the backward pass has phases of its own. No effect: torch orders it."""
-        self.separate_backward_phase = use
+        del use
         return self
 
 
 class SerialPhasedExecution(_PhasedExecution):
     """Phases in turn on the same devices. No effect: each block must have a phase, if phases are given."""
 
-    tensors_liveness = Liveness.AlwaysLive
-
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
         """How long tensors stay on the devices. No effect: torch frees what is not used any more."""
         if not isinstance(liveness, Liveness):
             raise AssertionError(f"setTensorsLiveness takes a poptorch.Liveness, and was given {liveness!r}")
-        self.tensors_liveness = liveness
         return self
 
 
