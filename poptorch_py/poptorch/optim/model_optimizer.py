@@ -126,8 +126,13 @@ class ModelOptimizer:
         """Use the values of ``optimizer`` from now on; the state stays."""
         self._check(optimizer)
         self._warn_of_others(optimizer)
-        if optimizer is not self._optimizer:
-            self._switch_to(optimizer)
+        if optimizer is not self._optimizer:  # another object of its class
+            if isinstance(self._optimizer, Optimizer):
+                self._optimizer.read_state_from(None)
+            self._serve(optimizer)
+            self.has_news = True
+            if isinstance(optimizer, Optimizer):
+                self.write_state(optimizer.held_state)
         self._use_values(optimizer)
 
     def read_state(self) -> dict[str, dict[str, Tensor]]:
@@ -171,15 +176,6 @@ class ModelOptimizer:
         self._optimizer = optimizer
         if isinstance(optimizer, Optimizer) and self._options.connection_type is not ConnectionType.Never:
             optimizer.read_state_from(self)
-
-    def _switch_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Serve ``optimizer`` in place of another object of its class."""
-        if isinstance(self._optimizer, Optimizer):
-            self._optimizer.read_state_from(None)
-        self._serve(optimizer)
-        self.has_news = True
-        if isinstance(optimizer, Optimizer):
-            self.write_state(optimizer.held_state)
 
     def _use_values(self, optimizer: torch.optim.Optimizer) -> None:
         values = values_of(optimizer)
