@@ -112,15 +112,11 @@ class MultiConv:
 
     def partialsTypes(self, value: torch.dtype | Sequence[torch.dtype]) -> Self:
         """The dtype of sums within each convolution, float or half."""
-        kinds: dict[torch.dtype | MultiConvPartialsType, MultiConvPartialsType] = {
-            torch.float: MultiConvPartialsType.Float,
-            torch.half: MultiConvPartialsType.Half,
-        }
-        kinds |= {kind: kind for kind in MultiConvPartialsType}
-        values = list(value) if isinstance(value, Sequence) else [value]
-        if any(one not in kinds for one in values):
+        kinds = {torch.float: MultiConvPartialsType.Float, torch.half: MultiConvPartialsType.Half}
+        values = [kinds.get(one, one) for one in (value if isinstance(value, Sequence) else [value])]
+        if not all(isinstance(one, MultiConvPartialsType) for one in values):
             raise AssertionError(f"MultiConv.partialsTypes takes torch.float or torch.half, and was given {value}")
-        return self._set(partialsTypes=[kinds[one] for one in values])
+        return self._set(partialsTypes=values)
 
     def enableConvDithering(self, value: bool | Sequence[bool]) -> Self:
         """Whether each convolution lies on other tiles."""
