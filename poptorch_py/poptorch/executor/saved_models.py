@@ -64,7 +64,8 @@ def pickled(*objects: object) -> tuple[Tensor, ...]:
         pickler.dump(objects)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:  # the last is torch.jit's
         raise Error(f"the model cannot be pickled: {error}. Say export_model=False to leave it out") from error
-    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8), *pickler.tensors
+    tensors = (tensor.detach() for _, tensor in pickler.known.values())
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8), *tensors
 
 
 def unpickled(saved: SavedModel, path: str | os.PathLike[str]) -> tuple[Any, ...]:
@@ -81,16 +82,13 @@ class _ModelPickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-        self._known: dict[int, tuple[Tensor, int]] = {}
+        self.known: dict[int, tuple[int, Tensor]] = {}  # by its id each tensor and its number
 
     def persistent_id(self, value: Any) -> tuple[int, bool, bool] | None:
         if type(value) not in _TENSORS:
             return None
-        if id(value) not in self._known:
-            self._known[id(value)] = (value, len(self.tensors))
-            self.tensors.append(value.detach())
-        return self._known[id(value)][1], isinstance(value, nn.Parameter), value.requires_grad
+        number, _ = self.known.setdefault(id(value), (len(self.known), value))
+        return number, isinstance(value, nn.Parameter), value.requires_grad
 
 
 class _ModelUnpickler(pickle.Unpickler):
