@@ -20,7 +20,7 @@ from poptorch import CommGroupType, OutputMode
 from poptorch.custom_types import PARSERS, flattened
 from poptorch.executor.arguments import CallArguments
 from poptorch.executor.outputs import Outputs
-from poptorch.options.combined_batch import CombinedBatch
+from poptorch.options.combined_batch import parts_of_micro_batches
 
 
 class Pair(NamedTuple):
@@ -173,7 +173,7 @@ def test_replicas_of_a_group_get_the_same_samples() -> None:
         made = options(iterations=2, replicas=4).inputReplicaGrouping(2, kind)
         numbers = torch.arange(4)
         found = CallArguments(plain, (numbers,), {}, made).micro_batches((numbers,), {})
-        assert [args[0].item() for args, _ in found] == expected == list(CombinedBatch.of(made).part_of_each)
+        assert [args[0].item() for args, _ in found] == expected == list(parts_of_micro_batches(made))
 
 
 def test_lists_are_lists() -> None:

@@ -17,7 +17,7 @@ from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
 from poptorch.errors import Error, is_whole
 from poptorch.options import Options, check_options
-from poptorch.options.combined_batch import CombinedBatch
+from poptorch.options.combined_batch import count_parts
 from poptorch.options.option_values import at_least_one, one_of
 
 _SEED_BYTES: Final = 7
@@ -159,7 +159,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         _warn_of_many(num_workers)
         check_options("poptorch.DataLoader", options)._freeze()  # noqa: SLF001 - using options freezes them
         self._options = options
-        self._factor = CombinedBatch.of(options).num_parts
+        self._factor = count_parts(options)
         self._combined_batch_size = None if batch_size is None else batch_size * self._factor
         is_ragged = mode is DataLoaderMode.Async and isinstance(dataset, IterableDataset) and not drop_last
         joins = batch_sampler is None and (mode is DataLoaderMode.AsyncRebatched or is_ragged)

@@ -10,7 +10,7 @@ from torch import Tensor
 from poptorch.custom_types import Structure, flatten, unflatten
 from poptorch.errors import Error
 from poptorch.options import Options
-from poptorch.options.combined_batch import CombinedBatch
+from poptorch.options.combined_batch import count_parts, parts_of_micro_batches
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CPU: Final = torch.device("cpu")
@@ -89,8 +89,8 @@ class CallArguments:
     ) -> None:
         self._device = device
         self._parameters = parameters = _Parameters(forward)
-        self._batch = batch = CombinedBatch.of(options)
-        self._part_of_each = batch.part_of_each
+        self._num_parts = count_parts(options)
+        self._part_of_each = parts_of_micro_batches(options)
         self._num_positional = len(args)
         bound = parameters.bind(args, kwargs)
         parameters.check_first(args, bound)
@@ -106,10 +106,10 @@ class CallArguments:
         self._first = given | {name: it for name, it in self._defaults.items() if name not in bound}
         self._forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
         are_tensors = all(self._first[name].kind is Tensor for name in bound)
-        self._is_whole = batch.num_parts == 1 and are_tensors and not kwargs and device == _CPU
+        self._is_whole = self._num_parts == 1 and are_tensors and not kwargs and device == _CPU
         for path, (_, detail) in _listed(self._first, self._forms).items():
             if isinstance(detail, _Form):
-                _check_size(path, detail.shape, batch)
+                _check_size(path, detail.shape, options)
 
     def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         """Check a call, and split its tensors along dim 0, by iteration, step of accumulation and replica."""
@@ -135,17 +135,16 @@ class CallArguments:
         tensor = (tensor.detach() if tensor.requires_grad else tensor).to(
             self._device, non_blocking=self._device.type != "cpu"
         )
-        num_parts = self._batch.num_parts
         if not tensor.dim():
-            return [tensor] * num_parts
-        return [*map(_aligned, tensor.split(tensor.shape[0] // num_parts))]
+            return [tensor] * self._num_parts
+        return [*map(_aligned, tensor.split(tensor.shape[0] // self._num_parts))]
 
     def _late_tensors(self, bound: dict[str, Any]) -> list[str]:
         """The arguments that the first call left at their default, a tensor, and this one gives; of its form."""
         late = [name for name in bound if name in self._tensor_defaults and isinstance(bound[name], Tensor)]
         for name in late:
             default, found = self._tensor_defaults[name], bound[name]
-            shape = (default.shape[0] * self._batch.num_parts, *default.shape[1:]) if default.dim() else ()
+            shape = (default.shape[0] * self._num_parts, *default.shape[1:]) if default.dim() else ()
             expected = Tensor, _Form(torch.Size(shape), default.dtype)
             given = Tensor, _Form(found.shape, found.dtype)
             if expected != given:
@@ -213,17 +212,17 @@ def _default(value: Any) -> Structure:
     return Structure(None, value) if tensors else structure
 
 
-def _check_size(path: str, shape: torch.Size, batch: CombinedBatch) -> None:
+def _check_size(path: str, shape: torch.Size, options: Options) -> None:
     if 0 in shape:
         raise Error(f"Zero-sized tensors are unsupported (Got shape {list(shape)} for {path})")
-    if shape and shape[0] % batch.num_parts:
-        replicas = f"Options.replicationFactor({batch.num_replicas})"
+    if shape and shape[0] % (num_parts := count_parts(options)):
+        replicas = f"Options.replicationFactor({options.replication_factor})"
         raise AssertionError(
             f"Invalid batch dimension: the first dimension of {path} ({shape[0]}) must be a multiple of "
-            f"Options.deviceIterations({batch.num_iterations}) * "
-            f"({replicas} // Options.inputReplicaGrouping({batch.group_size})) * "
-            f"Options.Training.gradientAccumulation({batch.num_accumulations}) = {batch.num_parts}, so that each "
-            "micro batch has as many samples"
+            f"Options.deviceIterations({options.device_iterations}) * "
+            f"({replicas} // Options.inputReplicaGrouping({options.input_group_size})) * "
+            f"Options.Training.gradientAccumulation({options.Training.gradient_accumulation}) = {num_parts}, so "
+            "that each micro batch has as many samples"
         )
 
 

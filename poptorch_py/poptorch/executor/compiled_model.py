@@ -20,7 +20,6 @@ from poptorch.executor.outputs import AnchoredTensors, Outputs, Result
 from poptorch.executor.traced_forward import TracedForward
 from poptorch.optim.model_optimizer import ModelOptimizer
 from poptorch.options import Options
-from poptorch.options.combined_batch import CombinedBatch
 
 PerfCounters = dict[str, list[list[float]]]
 """For each input and each output: when each micro batch's began and ended to be read and to be written."""
@@ -115,10 +114,11 @@ class Runs(ABC):
     def __init__(self, forward: TracedForward, tensors: ModuleTensors, options: Options) -> None:
         self._forward = forward
         self._tensors = tensors
-        self._batch = batch = CombinedBatch.of(options)
+        self._num_accumulations: int = options.Training.gradient_accumulation
+        self._num_replicas: int = options.replication_factor
         self._outputs = Outputs(
-            *(options.output_mode, options.output_return_period),
-            *(batch.num_iterations, batch.num_accumulations, batch.num_replicas),
+            *(options.output_mode, options.output_return_period, options.device_iterations),
+            *(self._num_accumulations, self._num_replicas),
         )
         self._model: popdist.ReplicatedModel | None = None
         # the tensors that the options anchor
@@ -127,7 +127,7 @@ class Runs(ABC):
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:
         """The results of a call's micro batches, put together."""
         self._forward.moments, self.anchors.kept = [], {}
-        num_in_step = len(micro_batches) // self._batch.num_iterations
+        num_in_step = self._num_accumulations * self._num_replicas
         try:
             for first in range(0, len(micro_batches), num_in_step):
                 self._step(micro_batches[first : first + num_in_step])
@@ -163,7 +163,7 @@ class InferenceRuns(Runs):
     @torch.no_grad()
     def _step(self, micro_batches: Sequence[MicroBatch]) -> None:
         for position, (args, kwargs) in enumerate(micro_batches):
-            self._tensors.select_replica(position % self._batch.num_replicas)
+            self._tensors.select_replica(position % self._num_replicas)
             self._outputs.add(self._forward.infer(args, kwargs))
         self.anchors.add_step(1.0)
 
@@ -178,7 +178,7 @@ class TrainingRuns(Runs):
         self._reduction = reduction_of(options)
         is_alone = popdist.num_instances() * options.replication_factor == 1
         seed = None if is_alone else int(options.random_seed) if options.exists("random_seed") else 0
-        if not is_alone or self._batch.num_accumulations > 1:
+        if not is_alone or self._num_accumulations > 1:
             self._model = _replicated(tensors.parameters, seed, options.replication_factor)
             outside = ExitStack()
             outside.enter_context(self._model.no_sync())  # a backward pass of the program's own is its own matter
@@ -222,7 +222,7 @@ class TrainingRuns(Runs):
         self, model: popdist.ReplicatedModel, micro_batches: Sequence[MicroBatch], scaling: float
     ) -> None:
         """Compute the gradients of this process's replicas, and reduce those of the whole job."""
-        num_replicas, num_accumulations = self._batch.num_replicas, self._batch.num_accumulations
+        num_replicas, num_accumulations = self._num_replicas, self._num_accumulations
         is_in_order = num_replicas == 1 or num_accumulations == 1
         results: dict[int, Result] = {}
         for index in range(len(micro_batches)):

@@ -1,54 +1,30 @@
-"""`CombinedBatch`: how many micro batches one call of a model takes, in which order, and who shares them."""
-
-from dataclasses import dataclass
-from typing import Self
+"""The micro batches of one call of a model on this process: how many, in which order, and who shares them."""
 
 from poptorch.enums import CommGroupType
 from poptorch.errors import Error
 from poptorch.options.model_options import Options
 
 
-@dataclass(frozen=True, kw_only=True)
-class CombinedBatch:
-    """The micro batches of one call on this process: by device iteration, step of accumulation, then replica."""
+def count_parts(options: Options) -> int:
+    """How many equal parts dim 0 of an input has."""
+    return int(options.device_iterations * options.Training.gradient_accumulation * _count_groups(options))
 
-    num_iterations: int  # device iterations. At least 1
-    num_accumulations: int  # micro batches of a replica in a step of the optimizer. At least 1
-    num_replicas: int  # replicas of this process. At least 1
-    group_size: int  # replicas that get the same samples
-    group_type: CommGroupType  # whether these are consecutive ones, or every so many
 
-    def __post_init__(self) -> None:
-        if self.num_replicas % self.group_size:
-            raise Error(
-                f"replicationFactor({self.num_replicas}) is no multiple of the input groups' size, "
-                f"{self.group_size}"
-            )
+def parts_of_micro_batches(options: Options) -> tuple[int, ...]:
+    """The part that each micro batch gets: by device iteration, step of accumulation, then replica."""
+    num_groups, group_size = _count_groups(options), options.input_group_size
+    is_strided = options.input_group_type is CommGroupType.Orthogonal
+    groups = [
+        replica % num_groups if is_strided else replica // group_size
+        for replica in range(options.replication_factor)
+    ]
+    steps = range(options.device_iterations * options.Training.gradient_accumulation)
+    return tuple(step * num_groups + group for step in steps for group in groups)
 
-    @classmethod
-    def of(cls, options: Options) -> Self:
-        """What ``options`` say."""
-        return cls(
-            num_iterations=options.device_iterations,
-            num_accumulations=options.Training.gradient_accumulation,
-            num_replicas=options.replication_factor,
-            group_size=options.input_group_size,
-            group_type=options.input_group_type,
-        )
 
-    @property
-    def num_parts(self) -> int:
-        """How many equal parts dim 0 of an input has."""
-        return self.num_iterations * self.num_accumulations * (self.num_replicas // self.group_size)
-
-    @property
-    def part_of_each(self) -> tuple[int, ...]:
-        """The part that each micro batch gets, for all replicas of all steps in order."""
-        num_groups = self.num_replicas // self.group_size
-        is_strided = self.group_type is CommGroupType.Orthogonal
-        groups = [
-            replica % num_groups if is_strided else replica // self.group_size
-            for replica in range(self.num_replicas)
-        ]
-        steps = range(self.num_iterations * self.num_accumulations)
-        return tuple(step * num_groups + group for step in steps for group in groups)
+def _count_groups(options: Options) -> int:
+    """How many groups of this process's replicas there are, each of which gets samples of its own."""
+    num_replicas, group_size = options.replication_factor, options.input_group_size
+    if num_replicas % group_size:
+        raise Error(f"replicationFactor({num_replicas}) is no multiple of the input groups' size, {group_size}")
+    return int(num_replicas // group_size)
