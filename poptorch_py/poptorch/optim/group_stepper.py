@@ -1,6 +1,6 @@
 """The optimizer of torch or popdist that computes the steps of a group of parameters, and its state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -37,10 +37,10 @@ class GroupStepper:
         self._parameters = parameters
         is_uncorrected = kind.class_of(settings) is UncorrectedAdamW
         self._counts_steps = kind is not SGD_KIND and not is_uncorrected
-        moments = kind.moment_types(settings, types)
-        own = list(parameters.values())
-        self._inside = _optimizer_of(kind, settings, own, moments, options, model, group)
-        self._scales_itself = _scales_gradients(self._inside)
+        held = {*kind.moment_types(settings, types).values()}
+        # whether weights and state are computed as they are held; others are computed in float32, and rounded
+        self._is_exact = all(it.dtype in _EXACT for it in parameters.values()) and held <= {torch.float32}
+        self._inside = self._optimizer_of(settings, options, model)
         self.step = self._inside.step
         if kind is not SGD_KIND and {*self._moments().values()} != {torch.float32}:
             self._load(self.read())  # so that the state has the dtypes asked for, not those of torch
@@ -54,7 +54,7 @@ class GroupStepper:
 
     def scale_gradients(self, factor: float | Tensor | None) -> None:
         """Have the next step multiply its gradients by ``factor``, in float32; None: leave them as they are."""
-        if self._scales_itself:
+        if not self._is_exact:
             vars(self._inside)["grad_scale"] = (
                 None if factor is None else 1 / torch.as_tensor(factor, dtype=torch.float32)
             )
@@ -110,40 +110,27 @@ class GroupStepper:
     def _text(self, moment: str, name: str) -> str:
         return f"{self._kind.moments[moment].name}___{name}"
 
-
-def _optimizer_of(
-    kind: OptimizerKind,
-    settings: Mapping[str, Any],
-    parameters: Sequence[Parameter],
-    moments: Mapping[str, torch.dtype],
-    options: Options,
-    model: popdist.ReplicatedModel | None,
-    number: int,
-) -> torch.optim.Optimizer:
-    """The optimizer of torch or popdist that updates ``parameters``; ``number`` is that of their group."""
-    found, known = kind.class_of(settings), kind.arguments_of(settings)
-    is_exact = all(it.dtype in _EXACT for it in parameters) and set(moments.values()) <= {torch.float32}
-    seed: int = options.random_seed if options.exists("random_seed") else 0
-    own: dict[str, Any] = {
-        "rounding": "stochastic" if options.Precision.stochastic_rounding else "nearest",
-        "seed": (seed + number * 0x9E3779B97F4A7C15) % _SEEDS_OF_A_JOB,  # other bits for each group
-    }
-    if not is_exact and found is popdist.optim.LAMB:
+    def _optimizer_of(
+        self, settings: Mapping[str, Any], options: Options, model: popdist.ReplicatedModel | None
+    ) -> torch.optim.Optimizer:
+        """The optimizer of torch or popdist that updates the parameters."""
+        kind, parameters = self._kind, list(self._parameters.values())
+        found, known = kind.class_of(settings), kind.arguments_of(settings)
+        if not self._is_exact:
+            moments = kind.moment_types(settings, self._types)
+            seed: int = options.random_seed if options.exists("random_seed") else 0
+            own: dict[str, Any] = {
+                "rounding": "stochastic" if options.Precision.stochastic_rounding else "nearest",
+                "seed": (seed + self.group * 0x9E3779B97F4A7C15) % _SEEDS_OF_A_JOB,  # other bits for each group
+            }
+            if found is popdist.optim.LAMB:
+                if model is not None:
+                    logger.debug("LAMB in half precision needs whole parameters: its state is not sharded")
+                return WidenedLAMB(parameters, moments=moments, **own, **known)
+            first = next(iter(moments.values()), torch.float32)
+            held = first if set(moments.values()) == {first} and kind is SGD_KIND else torch.float32
+            known |= {"optimizer_class": found, "moments": held, **own}
+            found = popdist.optim.LowPrecision
         if model is not None:
-            logger.debug("LAMB in half precision needs whole parameters: its state is not sharded")
-        return WidenedLAMB(parameters, moments=moments, **own, **known)
-    if not is_exact:
-        first = next(iter(moments.values()), torch.float32)
-        held = first if set(moments.values()) == {first} and kind is SGD_KIND else torch.float32
-        known |= {"optimizer_class": found, "moments": held, **own}
-        found = popdist.optim.LowPrecision
-    if model is not None:
-        return popdist.ShardedOptimizer(model, found, parameters, **known)
-    return found(parameters, **known)
-
-
-def _scales_gradients(inside: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides gradients by its ``grad_scale``, once they are in float32."""
-    if isinstance(inside, popdist.ShardedOptimizer):
-        return "moments" in inside.param_groups[0]
-    return isinstance(inside, WidenedLAMB | popdist.optim.LowPrecision)
+            return popdist.ShardedOptimizer(model, found, parameters, **known)
+        return found(parameters, **known)
