@@ -28,7 +28,6 @@ _DEFAULT_RATE: Final = 0.01
 Hooks: TypeAlias = OrderedDict[int, Callable[[], object]]
 
 _before_any, _after_any = Hooks(), Hooks()  # the hooks of all models
-_NOT_COMPILED: Final = "Model has not been compiled or has been destroyed: call it, or compile(), first"
 
 
 class PoplarExecutor:
@@ -341,7 +340,7 @@ class PoplarExecutor:
 
     def _compiled_model(self) -> CompiledModel:
         if self._compiled is None:
-            raise Error(_NOT_COMPILED)
+            raise Error("Model has not been compiled or has been destroyed: call it, or compile(), first")
         return self._compiled
 
     def _training_runs(self) -> TrainingRuns:

@@ -20,13 +20,11 @@ from poptorch.executor.module_tensors import counts
 from poptorch.executor.outputs import Result
 from poptorch.losses import LossPlace, LossSearch, OperationWatch
 
-_CONVOLUTIONS: Final = (
+_WITH_WEIGHTS: Final = {  # operations whose weights get the dtype of their input
+    functional.linear,
     *(functional.conv1d, functional.conv2d, functional.conv3d),
     *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
-)
-
-_WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}  # operations whose weights get the dtype of their input
-
+}
 _WITH_STATISTICS: Final = {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
