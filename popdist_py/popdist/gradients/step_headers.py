@@ -174,7 +174,7 @@ NO_CHANGES: Final = StepChanges()
 
 @lru_cache(maxsize=64)
 def _digest(mask: int, *others: object) -> int:
-    """Return a digest of a step's changes; cached, because most steps have the same changes."""
+    """Return the digest of a step that instances compare: of the changed buffers ``mask`` and of ``others``."""
     data = mask.to_bytes(mask.bit_length() // 8 + 1, "little")
     if any(others):
         data += repr(others).encode()

@@ -77,7 +77,9 @@ class TrustRatioOptimizer(PieceOptimizer):
         raise NotImplementedError
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Update the prepared parameters. ``norms`` has two norms of each; None means updates without scaling."""
+        """Update the prepared parameters. ``norms`` has the norms of each weight and of its update, or is None for
+        updates without trust ratios.
+        """
         raise NotImplementedError
 
     def update(self) -> None:

@@ -224,7 +224,7 @@ class CallCounts:
         self._casts: dict[tuple[int, object], dict[Parameter, Tensor]] = {}
 
     def begin_micro_batch(self) -> None:
-        """Begin a micro batch: set all counts of layers' calls to 0, discard gradient sums in autocast's dtype."""
+        """Begin a micro batch: forget the last one's calls of layers, and its gradients in autocast's dtype."""
         self.micro_batch, self._is_passed_back, self._unit = object(), False, None
         for it in (self._counts, self._num_casts, self._casts):
             it.clear()

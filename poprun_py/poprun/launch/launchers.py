@@ -215,8 +215,10 @@ class StartWatch:
             self.note_living({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note_living(self, living: set[int], reported: set[int], now_seconds: float) -> None:
-        """Record which shims (small processes that fork agents) are ``living``. Find out whether one has ended
-        before its agent reported to poprun, and since when no running shim can still report.
+        """Record that the shims ``living`` (small processes that fork agents) run at ``now_seconds``.
+
+        ``reported`` has the shims whose agents have reported to poprun. Afterwards ``has_lost_one`` says whether
+        a shim ended without a report, and ``idle_seconds`` for how long poprun has waited for no running shim.
         """
         self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
         self._seen |= living

@@ -88,7 +88,7 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWords:
-    """The meaning of the words that the user gave in all options for the MPI launcher."""
+    """The facts in the user's options for the MPI launcher: variables of the programs, tags, and so on."""
 
     variables: Variables  # variables of all programs
     instance_variables: tuple[tuple[int, Variables], ...]  # variables of single instances

@@ -174,7 +174,11 @@ class UncheckedStep(StepChecks):
         self.writes = writes
 
     def compare_written(self, group: Group, writes: Sequence[int], timeout_seconds: float | None = None) -> None:
-        """Compare weights if the instances' ``writes`` differ; raise WeightsError on all if weights differ."""
+        """Compare the weights of all instances if not all numbers in ``writes`` are equal.
+
+        ``writes`` has one digest for each instance: of its writes to the weights, and of its learning rates.
+        Raises WeightsError on all instances if the weights differ.
+        """
         if len(set(writes)) > 1:
             sums = sum_parameters(self._written.module)
             exchange = group.start("compare weights that were not written alike", [sums.word])

@@ -138,7 +138,7 @@ class AutomaticReduction:
                 _suspended.discard(self)
 
     def notice_gradient(self, parameter: Tensor) -> None:
-        """Add the new gradient in ``parameter.grad`` to the open micro batch; without one, plan its reduction."""
+        """Add the new gradient ``parameter.grad`` to the sum of the step; outside a step, reduce it later."""
         if self.is_computing:
             if self.step is not None:
                 self.step.add_gradient(parameter)
