@@ -187,33 +187,26 @@ class Accelerator(accelerate.Accelerator):
 
     def _rows(self, loader: Any, dealt: Any) -> Any:
         """Return a loader that yields rows: lists with one batch of ``loader`` for each local replica."""
-        replicas = context.local_replicas()
         options = _options(loader)
+        scopes = ReplicaScopes(lambda: self.replica_steps, loader.worker_init_fn)
         if isinstance(loader.dataset, IterableDataset):
             options["dataset"] = RowStream(
-                loader.dataset,
-                loader.batch_size or 1,
-                loader.drop_last,
-                loader.collate_fn,
-                replicas,
-                self.num_replicas,
-                self._begin_epoch,
+                loader.dataset, loader.batch_size or 1, loader.drop_last, loader.collate_fn, scopes
             )
             options["batch_size"] = None
         else:
-            scopes = ReplicaScopes(self._steps, replicas, loader.worker_init_fn)
-            options["dataset"] = RowDataset(loader.dataset, loader.collate_fn, scopes, replicas)
+            options["dataset"] = RowDataset(loader.dataset, loader.collate_fn, scopes)
             options["collate_fn"] = same_row
-            options["batch_sampler"] = self._row_sampler(dealt.batch_sampler, replicas)
+            options["batch_sampler"] = self._row_sampler(dealt.batch_sampler, scopes)
         return DataLoaderShard(
             device=dealt.device,
             rng_types=dealt.rng_types,
             synchronized_generator=dealt.synchronized_generator,
-            _drop_last=loader.drop_last or len(replicas) > 1,  # accelerate then keeps repeated samples
+            _drop_last=loader.drop_last or len(scopes.replicas) > 1,  # accelerate then keeps repeated samples
             **options,
         )
 
-    def _row_sampler(self, batch_sampler: Any, replicas: range) -> RowSampler:
+    def _row_sampler(self, batch_sampler: Any, scopes: ReplicaScopes) -> RowSampler:
         source = batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
         shards = [
             partial(
@@ -231,14 +224,7 @@ class Accelerator(accelerate.Accelerator):
                 f"even_batches=False, and the replicas would have {min(numbers)} or {max(numbers)} batches: "
                 "choose even_batches=True, or a loader with drop_last=True"
             )
-        return RowSampler(source, [shards[it] for it in replicas], self.num_replicas, self._begin_epoch)
-
-    def _steps(self) -> ReplicaSteps | None:
-        return self.replica_steps
-
-    def _begin_epoch(self) -> None:
-        if self.replica_steps is not None:
-            self.replica_steps.begin_epoch()
+        return RowSampler(source, [shards[it] for it in scopes.replicas], scopes)
 
     def prepare_optimizer(
         self,

@@ -85,14 +85,10 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         """Return a loader of this instance's replicas' batches; ``dataloader`` itself if no change is needed."""
         if not self.has_replicas:
             return dataloader
-        replicas = context.local_replicas()
-        rows = row_loader(dataloader, replicas, self._steps_now, is_needed=False)
-        if rows is None and len(replicas) == 1:
+        rows = row_loader(dataloader, lambda: self.steps, is_needed=False)
+        if rows is None and context.num_local_replicas() == 1:
             return dataloader
         return TurnLoader(self, dataloader, rows)
-
-    def _steps_now(self) -> ReplicaSteps | None:
-        return self.steps
 
     def turns(self, rows: Any) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""

@@ -66,7 +66,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options_for_job(options, DDPStrategy))
         self._replicas = context.local_replicas()
-        self._scopes = ReplicaScopes(self._steps_now, self._replicas, None)
+        self._scopes = ReplicaScopes(self._steps_now)
         self._steps: ReplicaSteps | None = None
         self._saved_states: Any = None
         self._shared_names: set[str] = set()
@@ -144,7 +144,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         trainer = self._trainer
         if not self.has_replicas or trainer.predicting:
             return dataloader
-        rows = row_loader(dataloader, self._replicas, self._steps_now, is_needed=trainer.training)
+        rows = row_loader(dataloader, self._steps_now, is_needed=trainer.training)
         length = None if rows is None else len(rows)
         context.data_parallel_group().agree(
             f"a loader of {length} batches for Lightning's stage {trainer.state.stage.value}"

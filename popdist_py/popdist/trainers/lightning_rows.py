@@ -213,9 +213,9 @@ class RowLoader:
 
 
 def row_loader(
-    loader: Any, replicas: range, steps: Callable[[], ReplicaSteps | None], *, is_needed: bool
+    loader: Any, steps: Callable[[], ReplicaSteps | None], *, is_needed: bool
 ) -> DataLoader[Any] | None:
-    """Return a loader of rows, one batch for each of ``replicas``; None if ``loader`` has no sampler for replicas.
+    """Return a loader of rows, one batch for each local replica; None if ``loader`` has no sampler for replicas.
 
     Raises:
         BatchError: If ``is_needed``, and ``loader`` deals no samples to replicas.
@@ -232,10 +232,10 @@ def row_loader(
             )
         return None
     kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-    scopes = ReplicaScopes(steps, replicas, loader.worker_init_fn)
+    scopes = ReplicaScopes(steps, loader.worker_init_fn)
     return DataLoader(
-        RowDataset(loader.dataset, loader.collate_fn, scopes, replicas),
-        batch_sampler=DealtRows({it: _batches_of(batch_sampler, it) for it in replicas}, scopes),
+        RowDataset(loader.dataset, loader.collate_fn, scopes),
+        batch_sampler=DealtRows({it: _batches_of(batch_sampler, it) for it in scopes.replicas}, scopes),
         collate_fn=cast("Any", same_row),
         **{name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")},
     )
