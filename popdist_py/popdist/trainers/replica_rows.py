@@ -164,9 +164,9 @@ class RowDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, row: Iterable[list[int]]) -> Row[Any]:
+    def __getitems__(self, row: Iterable[list[int]]) -> list[Any]:
         """Return the batches of ``row``, a list of sample indices for each local replica; torch calls this."""
-        batches: Row[Any] = Row()
+        batches = []
         for replica, indices in zip(self.scopes.replicas, row, strict=True):
             with self.scopes.of(replica):
                 batches.append(self.collate_fn(self._samples(indices)))
@@ -177,9 +177,18 @@ class RowDataset(Dataset[Any]):
         return list(many(indices)) if many else [self.dataset[index] for index in indices]
 
 
-def same_row(row: Row[T]) -> Row[T]:
-    """Return ``row`` unchanged, as the collate function of a DataLoader whose dataset collates batches itself."""
-    return row
+def options_of(loader: Any) -> dict[str, Any]:
+    """Return the options that a loader for replicas takes over from the DataLoader ``loader``: options of workers,
+    memory and generator, but not the dataset and the options that make batches.
+    """
+    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    return {name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")}
+
+
+def row_options(loader: Any, scopes: ReplicaScopes, batch_sampler: Any) -> dict[str, Any]:
+    """Return the options of a DataLoader whose items are rows of ``loader``, by the rows of ``batch_sampler``."""
+    dataset = RowDataset(loader.dataset, loader.collate_fn, scopes)
+    return {**options_of(loader), "dataset": dataset, "batch_sampler": batch_sampler, "collate_fn": Row}
 
 
 @dataclass
