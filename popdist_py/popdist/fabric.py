@@ -4,8 +4,9 @@ Needs the package ``lightning``. One line changes: ``Fabric(strategy=popdist.fab
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -54,7 +55,8 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         self.steps: ReplicaSteps | None = None
         self._turns: LoopTurns | None = None
         if self.has_replicas:
-            self._backward_sync_control = _AtLastTurn()
+            # without effect, because gradients are reduced at the last batch of a step
+            self._backward_sync_control = SimpleNamespace(no_backward_sync=lambda *_module: nullcontext())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -190,14 +192,6 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         if (states := rest.pop(STATES_KEY, None)) is not None and self.steps is not None:
             self.steps.randomness.load_state_dict(states)
         return rest
-
-
-class _AtLastTurn:
-    """Fabric's backward sync control, which has nothing to do: each optimizer step reduces gradients once."""
-
-    def no_backward_sync(self, _module: nn.Module, _enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001 - Fabric's signature
-        """Return a context that does nothing, because gradients are reduced at the last batch of a step."""
-        return nullcontext()
 
 
 class TurnLoader:
