@@ -170,10 +170,7 @@ class Accelerator(accelerate.Accelerator):
         if int(super().num_processes) == 1 and not isinstance(data_loader.dataset, IterableDataset):
             dealt = self._filled(data_loader, dealt)
         rows = self._rows(data_loader, dealt)
-        if self.deals_rows:
-            self._dataloaders[-1] = rows
-            return rows
-        loader = PreparedLoader(self, dealt, rows)
+        loader = rows if self.deals_rows else PreparedLoader(self, dealt, rows)
         self._dataloaders[-1] = loader
         return loader
 
