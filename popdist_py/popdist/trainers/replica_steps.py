@@ -102,10 +102,8 @@ class ReplicaSteps:
         let each replica draw the seed that torch's DataLoader draws when it begins.
         """
         self._check_not_left()
-        if self._has_states:
-            self.draw_of_loader()
-        else:
-            _ = self.randomness
+        self.draw_of_loader()
+        _ = self.randomness
 
     def draw_of_loader(self) -> None:
         """Draw from each replica's random state the seed that torch's DataLoader draws when it begins."""
