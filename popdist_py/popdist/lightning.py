@@ -222,22 +222,13 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         """Begin a micro batch, and return the result of the program's ``training_step`` for the micro batch."""
         steps: Any = self._steps
         steps.begin(micro_batch)
-        with self._abandoning(), self._recording(row, micro_batch):
+        with steps.abandoning(), self._recording(row, micro_batch):
             batch_idx = (row.batch_idx(micro_batch),) if args else ()
             output = super().training_step(micro_batch.content, *batch_idx)
             if output is None:
                 raise BatchError("training_step returned None, and each replica needs a loss: return a loss")
         row.keep_output(micro_batch, output)
         return output
-
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._steps is not None:
-                self._steps.abandon()
-            raise
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of a loss; after a step's last loss, reduce the gradients of all replicas.
@@ -248,7 +239,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             reduced: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
             return reduced
         plugin, module = self.precision_plugin, self.lightning_module
-        with self._abandoning():
+        with self._steps.abandoning():
             loss: Tensor = plugin.pre_backward(closure_loss, module)
             plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._steps.end()

@@ -160,14 +160,20 @@ class ReplicaSteps:
             )
 
     @contextmanager
-    def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
-        """A context in which the process computes as the replica of ``micro_batch``; yields its content."""
-        self.begin(micro_batch)
+    def abandoning(self) -> Iterator[None]:
+        """A context that discards the step that has begun, if the context ends with an exception."""
         try:
-            yield micro_batch.content
+            yield
         except BaseException:
             self.abandon()
             raise
+
+    @contextmanager
+    def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
+        """A context in which the process computes as the replica of ``micro_batch``; yields its content."""
+        self.begin(micro_batch)
+        with self.abandoning():
+            yield micro_batch.content
         self.end(add=True)  # to what a stream's last batches left, as the Trainer adds it
 
     def gather_states(self) -> dict[str, Any]:
