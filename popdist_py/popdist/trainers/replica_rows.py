@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from popdist.data.randomness import RandomScope, ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness
 from popdist.job import context
 from popdist.trainers.replica_steps import ReplicaSteps
 
@@ -91,7 +92,7 @@ class ReplicaScopes:
         if get_worker_info() is None and (steps := self._steps()) is not None:
             steps.begin_epoch()
 
-    def of(self, replica: int) -> RandomScope:
+    def of(self, replica: int) -> AbstractContextManager[None]:
         """Return the context in which the samples of the replica ``replica`` are read."""
         worker = get_worker_info()
         if worker is None and (steps := self._steps()) is not None:

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from popdist.data.randomness import RandomScope, ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import BatchError
 from popdist.job import context
 from popdist.job.collectives import gather_bytes
@@ -93,7 +93,7 @@ class ReplicaSteps:
     def _device(self) -> Any:
         return next(self.model.parameters()).device
 
-    def scope_of(self, replica: int) -> RandomScope:
+    def scope_of(self, replica: int) -> AbstractContextManager[None]:
         """Return the context in which the process draws the random numbers of the replica ``replica``."""
         return self.randomness.of(replica, self._device)
 

@@ -403,7 +403,7 @@ class MicroBatchScope:
         self._steps.automatic.begin_computing()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._randomness.__exit__()
+        self._randomness.__exit__(None, None, None)
         if error is not None and self._steps.step is not self._step:
             return  # a traceback kept the loop open: its step was abandoned, and another step may have begun
         if error is not None:
