@@ -7,7 +7,7 @@ Outside of steps nothing is checked, so an evaluation on some instances never wa
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
 from typing import Final, TypeVar
@@ -33,7 +33,7 @@ from popdist.step.checks.tensor_changes import (
     compare_weights,
     sum_parameters,
 )
-from popdist.step.training.micro_batches import Nest, batches_of_loaders, children_of, is_list_of_strings
+from popdist.step.training.micro_batches import Nest, batches_of_loaders, leaves_of
 from popdist.step.training.model_steps import ModelSteps
 
 NUM_FIRST: Final = 3
@@ -280,18 +280,11 @@ def _warn(text: str) -> None:
 def digest_of_batch(batch: Nest) -> int:
     """Return a digest of the first numbers of the first tensors in ``batch``; 0 if all numbers are equal."""
     digest, has_content = hashlib.blake2b(digest_size=7), False
-    for tensor in islice(_dense_tensors(batch), _MOST_TENSORS):
+    tensors = (it for _, it in leaves_of(batch) if isinstance(it, Tensor))
+    dense = (it for it in tensors if not it.is_meta and it.layout == torch.strided and it.numel())
+    for tensor in islice(dense, _MOST_TENSORS):
         head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]
         has_content |= bool((head != head[0]).any())
         digest.update(f"{tuple(tensor.shape)}".encode())
         digest.update(bytes_of(head))
     return int.from_bytes(digest.digest(), "little") if has_content else 0
-
-
-def _dense_tensors(nest: Nest) -> Iterator[Tensor]:
-    if isinstance(nest, torch.Tensor):
-        if not nest.is_meta and nest.layout == torch.strided and nest.numel():
-            yield nest
-    elif not is_list_of_strings(nest):
-        for _, child in children_of(nest):
-            yield from _dense_tensors(child)
