@@ -109,12 +109,7 @@ class ModelSteps:
         self._norm_size = norm_size
         self._label = _next_label()
         self._prepare()
-        self._register_on_all_instances()
-
-    def _register_on_all_instances(self) -> None:
-        """Record that all instances have made this model; a copy made on one instance alone is not recorded."""
-        self._is_joint = True
-        joint_modules[self] = self._state.reference
+        joint_modules[self] = self._state.reference  # a copy, perhaps made on one instance alone, is not recorded
 
     def _prepare(self) -> None:
         """Make the attributes that a copy of this object must not share with the original, such as the step."""
@@ -126,7 +121,6 @@ class ModelSteps:
         self.step: Step | LoneStep | None = None
         self._left_at: int | None = None
         self._has_left = False
-        self._is_joint = False
         self._is_distributed = any(map(is_distributed, self.module.parameters()))
         self.gradients = ModelGradients(self.module, self._gradient_dtype)
         self.buffers = ReplicaBuffers(self.module, self._label)
@@ -334,8 +328,7 @@ class ModelSteps:
             for parameter in self.module.parameters():
                 local_gradient(parameter)  # a lone micro batch's gradient may be placed differently
         self._checks.end_step()
-        if not self._is_joint:
-            self._register_on_all_instances()
+        joint_modules.setdefault(self, self._state.reference)
         self._end(is_complete=True)
 
     def abandon(self, *, index: int | None = None) -> None:
