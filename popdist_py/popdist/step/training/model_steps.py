@@ -2,7 +2,7 @@
 
 import contextvars
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
@@ -166,12 +166,9 @@ class ModelSteps:
         step, contents, counts = self._begin_loop(asked)
         for index, content in enumerate(contents):
             if content is not None:
-                with self._scope_of_loop(step, index, counts[index]):
-                    if self._norm_groups is None:
-                        yield to_device(content, self.gradients.device)
-                    else:
-                        with self._norm_groups.turn(index):
-                            yield to_device(content, self.gradients.device)
+                turn = nullcontext() if self._norm_groups is None else self._norm_groups.turn(index)
+                with self._scope_of_loop(step, index, counts[index]), turn:
+                    yield to_device(content, self.gradients.device)
         self._finish(asked.reduction, add=asked.add)
 
     def _scope_of_loop(self, step: Step | LoneStep, index: int, count: float) -> "MicroBatchScope":
