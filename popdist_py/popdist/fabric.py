@@ -108,27 +108,22 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
             self._turns.accumulates = self.accumulation > 1
             yield content
 
-    @property
-    def _running(self) -> LoopTurns | None:
-        """The turns of the training loop that the program runs now; None outside of a loop."""
-        return self._turns if self._turns is not None and self._turns.is_running else None
-
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of the loss ``tensor``; at the last batch of a step, reduce all replicas' gradients.
 
         Raises:
             BatchError: If the function is called twice in one turn.
         """
-        turns = self._running
-        if turns is not None:
-            turns.check_backward("fabric.backward")
+        if self._turns is not None:
+            self._turns.check_backward("fabric.backward")
         super().backward(tensor, module, *args, **kwargs)
-        if turns is not None:
-            turns.end_micro_batch()
+        if self._turns is not None:
+            self._turns.end_micro_batch()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Update the weights, if the gradients of all replicas are complete. Raises BatchError for a closure."""
-        if (turns := self._running) is None:
+        turns = self._turns
+        if turns is None or not turns.is_running:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:
             raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
