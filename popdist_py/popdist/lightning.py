@@ -65,7 +65,6 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options_for_job(options, DDPStrategy))
-        self._replicas = context.local_replicas()
         self._scopes = ReplicaScopes(self._steps_now)
         self._steps: ReplicaSteps | None = None
         self._saved_states: Any = None
@@ -79,7 +78,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of a DistributedSampler, which deals to replicas, but in a prediction to instances."""
         if self.has_replicas and not self._trainer.predicting:
-            return {"num_replicas": context.num_replicas(), "rank": self._replicas.start}
+            return {"num_replicas": context.num_replicas(), "rank": self._scopes.replicas.start}
         return {"num_replicas": context.num_instances(), "rank": context.instance_index()}
 
     def setup(self, trainer: Any) -> None:
@@ -273,7 +272,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     def _in_turn(self) -> Iterator[None]:
         """A context in which one replica computes; with several in the instance, collectives raise an error."""
         number = num_collectives()
-        if len(self._replicas) > 1:
+        if len(self._scopes.replicas) > 1:
             replicas_in_turn.add(self)
         try:
             yield
@@ -293,7 +292,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             options = signature.bind(*args, **kwargs).arguments
             name, value = options.pop("name"), options.pop("value")
             if isinstance(value, Metric):  # it keeps its own sums, and a step's value is the first replica's
-                if row.replica(micro_batch) == self._replicas.start:
+                if row.replica(micro_batch) == self._scopes.replicas.start:
                     log(*args, **kwargs)
                 return
             logs[name] = self._logged(name, value, options, micro_batch.content)
