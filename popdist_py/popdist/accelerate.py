@@ -21,7 +21,7 @@ from popdist.errors import BatchError, WeightsError
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.loop_turns import LoopTurns
-from popdist.trainers.replica_rows import ReplicaScopes, RowDataset, RowSampler, RowStream, same_row
+from popdist.trainers.replica_rows import ReplicaScopes, RowSampler, RowStream, options_of, row_options
 from popdist.trainers.replica_steps import ReplicaSteps
 from popdist.trainers.versions import check_version
 
@@ -170,10 +170,7 @@ class Accelerator(accelerate.Accelerator):
         if int(super().num_processes) == 1 and not isinstance(data_loader.dataset, IterableDataset):
             dealt = self._filled(data_loader, dealt)
         rows = self._rows(data_loader, dealt)
-        if self.deals_rows:
-            self._dataloaders[-1] = rows
-            return rows
-        loader = PreparedLoader(self, dealt, rows)
+        loader = rows if self.deals_rows else PreparedLoader(self, dealt, rows)
         self._dataloaders[-1] = loader
         return loader
 
@@ -182,38 +179,27 @@ class Accelerator(accelerate.Accelerator):
         sampler = BatchSamplerShard(
             dealt.batch_sampler, 1, 0, split_batches=self.split_batches, even_batches=self.even_batches
         )
-        options = {**_options(loader), "collate_fn": loader.collate_fn, "dataset": loader.dataset}
+        options = {**options_of(loader), "collate_fn": loader.collate_fn, "dataset": loader.dataset}
         return DataLoaderShard(device=dealt.device, batch_sampler=sampler, _drop_last=loader.drop_last, **options)
 
     def _rows(self, loader: Any, dealt: Any) -> Any:
         """Return a loader that yields rows: lists with one batch of ``loader`` for each local replica."""
-        replicas = context.local_replicas()
-        options = _options(loader)
+        scopes = ReplicaScopes(lambda: self.replica_steps, loader.worker_init_fn)
         if isinstance(loader.dataset, IterableDataset):
-            options["dataset"] = RowStream(
-                loader.dataset,
-                loader.batch_size or 1,
-                loader.drop_last,
-                loader.collate_fn,
-                replicas,
-                self.num_replicas,
-                self._begin_epoch,
-            )
-            options["batch_size"] = None
+            size = loader.batch_size or 1
+            stream = RowStream(loader.dataset, size, loader.drop_last, loader.collate_fn, scopes)
+            options = {**options_of(loader), "dataset": stream, "batch_size": None}
         else:
-            scopes = ReplicaScopes(self._steps, replicas, loader.worker_init_fn)
-            options["dataset"] = RowDataset(loader.dataset, loader.collate_fn, scopes, replicas)
-            options["collate_fn"] = same_row
-            options["batch_sampler"] = self._row_sampler(dealt.batch_sampler, replicas)
+            options = row_options(loader, scopes, self._row_sampler(dealt.batch_sampler, scopes))
         return DataLoaderShard(
             device=dealt.device,
             rng_types=dealt.rng_types,
             synchronized_generator=dealt.synchronized_generator,
-            _drop_last=loader.drop_last or len(replicas) > 1,  # accelerate then keeps repeated samples
+            _drop_last=loader.drop_last or len(scopes.replicas) > 1,  # accelerate then keeps repeated samples
             **options,
         )
 
-    def _row_sampler(self, batch_sampler: Any, replicas: range) -> RowSampler:
+    def _row_sampler(self, batch_sampler: Any, scopes: ReplicaScopes) -> RowSampler:
         source = batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
         shards = [
             partial(
@@ -231,14 +217,7 @@ class Accelerator(accelerate.Accelerator):
                 f"even_batches=False, and the replicas would have {min(numbers)} or {max(numbers)} batches: "
                 "choose even_batches=True, or a loader with drop_last=True"
             )
-        return RowSampler(source, [shards[it] for it in replicas], self.num_replicas, self._begin_epoch)
-
-    def _steps(self) -> ReplicaSteps | None:
-        return self.replica_steps
-
-    def _begin_epoch(self) -> None:
-        if self.replica_steps is not None:
-            self.replica_steps.begin_epoch()
+        return RowSampler(source, [shards[it] for it in scopes.replicas], scopes)
 
     def prepare_optimizer(
         self,
@@ -419,14 +398,6 @@ class PreparedLoader:
         """Tell the samplers and the dataset the number of the epoch."""
         for loader in self.loaders:
             loader.set_epoch(epoch)
-
-
-def _options(loader: Any) -> dict[str, Any]:
-    """Return the options that a loader for replicas takes over from the DataLoader ``loader``: options of workers,
-    memory and generator, but not the dataset and the options that make batches.
-    """
-    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-    return {name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")}
 
 
 def _refuse_loader(loader: Any) -> None:

@@ -4,8 +4,9 @@ Needs the package ``lightning``. One line changes: ``Fabric(strategy=popdist.fab
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -54,7 +55,8 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         self.steps: ReplicaSteps | None = None
         self._turns: LoopTurns | None = None
         if self.has_replicas:
-            self._backward_sync_control = _AtLastTurn()
+            # without effect, because gradients are reduced at the last batch of a step
+            self._backward_sync_control = SimpleNamespace(no_backward_sync=lambda *_module: nullcontext())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -85,14 +87,10 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         """Return a loader of this instance's replicas' batches; ``dataloader`` itself if no change is needed."""
         if not self.has_replicas:
             return dataloader
-        replicas = context.local_replicas()
-        rows = row_loader(dataloader, replicas, self._steps_now, is_needed=False)
-        if rows is None and len(replicas) == 1:
+        rows = row_loader(dataloader, lambda: self.steps, is_needed=False)
+        if rows is None and context.num_local_replicas() == 1:
             return dataloader
         return TurnLoader(self, dataloader, rows)
-
-    def _steps_now(self) -> ReplicaSteps | None:
-        return self.steps
 
     def turns(self, rows: Any) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
@@ -110,27 +108,22 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
             self._turns.accumulates = self.accumulation > 1
             yield content
 
-    @property
-    def _running(self) -> LoopTurns | None:
-        """The turns of the training loop that the program runs now; None outside of a loop."""
-        return self._turns if self._turns is not None and self._turns.is_running else None
-
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of the loss ``tensor``; at the last batch of a step, reduce all replicas' gradients.
 
         Raises:
             BatchError: If the function is called twice in one turn.
         """
-        turns = self._running
-        if turns is not None:
-            turns.check_backward("fabric.backward")
+        if self._turns is not None:
+            self._turns.check_backward("fabric.backward")
         super().backward(tensor, module, *args, **kwargs)
-        if turns is not None:
-            turns.end_micro_batch()
+        if self._turns is not None:
+            self._turns.end_micro_batch()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Update the weights, if the gradients of all replicas are complete. Raises BatchError for a closure."""
-        if (turns := self._running) is None:
+        turns = self._turns
+        if turns is None or not turns.is_running:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:
             raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
@@ -194,14 +187,6 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         if (states := rest.pop(STATES_KEY, None)) is not None and self.steps is not None:
             self.steps.randomness.load_state_dict(states)
         return rest
-
-
-class _AtLastTurn:
-    """Fabric's backward sync control, which has nothing to do: each optimizer step reduces gradients once."""
-
-    def no_backward_sync(self, _module: nn.Module, _enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001 - Fabric's signature
-        """Return a context that does nothing, because gradients are reduced at the last batch of a step."""
-        return nullcontext()
 
 
 class TurnLoader:

@@ -65,8 +65,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options_for_job(options, DDPStrategy))
-        self._replicas = context.local_replicas()
-        self._scopes = ReplicaScopes(self._steps_now, self._replicas, None)
+        self._scopes = ReplicaScopes(self._steps_now)
         self._steps: ReplicaSteps | None = None
         self._saved_states: Any = None
         self._shared_names: set[str] = set()
@@ -79,7 +78,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of a DistributedSampler, which deals to replicas, but in a prediction to instances."""
         if self.has_replicas and not self._trainer.predicting:
-            return {"num_replicas": context.num_replicas(), "rank": self._replicas.start}
+            return {"num_replicas": context.num_replicas(), "rank": self._scopes.replicas.start}
         return {"num_replicas": context.num_instances(), "rank": context.instance_index()}
 
     def setup(self, trainer: Any) -> None:
@@ -144,7 +143,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         trainer = self._trainer
         if not self.has_replicas or trainer.predicting:
             return dataloader
-        rows = row_loader(dataloader, self._replicas, self._steps_now, is_needed=trainer.training)
+        rows = row_loader(dataloader, self._steps_now, is_needed=trainer.training)
         length = None if rows is None else len(rows)
         context.data_parallel_group().agree(
             f"a loader of {length} batches for Lightning's stage {trainer.state.stage.value}"
@@ -222,22 +221,13 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         """Begin a micro batch, and return the result of the program's ``training_step`` for the micro batch."""
         steps: Any = self._steps
         steps.begin(micro_batch)
-        with self._abandoning(), self._recording(row, micro_batch):
+        with steps.abandoning(), self._recording(row, micro_batch):
             batch_idx = (row.batch_idx(micro_batch),) if args else ()
             output = super().training_step(micro_batch.content, *batch_idx)
             if output is None:
                 raise BatchError("training_step returned None, and each replica needs a loss: return a loss")
         row.keep_output(micro_batch, output)
         return output
-
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._steps is not None:
-                self._steps.abandon()
-            raise
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of a loss; after a step's last loss, reduce the gradients of all replicas.
@@ -248,7 +238,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             reduced: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
             return reduced
         plugin, module = self.precision_plugin, self.lightning_module
-        with self._abandoning():
+        with self._steps.abandoning():
             loss: Tensor = plugin.pre_backward(closure_loss, module)
             plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._steps.end()
@@ -282,7 +272,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
     def _in_turn(self) -> Iterator[None]:
         """A context in which one replica computes; with several in the instance, collectives raise an error."""
         number = num_collectives()
-        if len(self._replicas) > 1:
+        if len(self._scopes.replicas) > 1:
             replicas_in_turn.add(self)
         try:
             yield
@@ -302,7 +292,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             options = signature.bind(*args, **kwargs).arguments
             name, value = options.pop("name"), options.pop("value")
             if isinstance(value, Metric):  # it keeps its own sums, and a step's value is the first replica's
-                if row.replica(micro_batch) == self._replicas.start:
+                if row.replica(micro_batch) == self._scopes.replicas.start:
                     log(*args, **kwargs)
                 return
             logs[name] = self._logged(name, value, options, micro_batch.content)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from popdist.data.batch import Batch, Share
+from popdist.data.batch import Share
 from popdist.data.randomness import Reseed, isolated
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
 from popdist.errors import DatasetError
-from popdist.gradients.optimizer_steps import training_loop
 from popdist.ground.torch_private import hide_worker_info
 from popdist.job import context
 
@@ -155,29 +154,27 @@ class StreamLoader(ReplicaLoader):
     def _begin(self) -> None:
         self.dataset.begin(self._position.epoch, self._position.num_read)
 
-    def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Yield batches until all instances' streams end; empty batches if this instance's ends earlier."""
+    def _fetched(self) -> Iterator[Fetched]:
+        return self._agreed(super()._fetched())
+
+    def _agreed(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Yield steps until all instances' streams end; steps without samples if this instance's ends earlier."""
         epoch = self._position.epoch
-        with training_loop.read_loader() as ask:
-            for step in itertools.count():
-                share, contents = next(fetched, (None, []))
-                own = [] if share is None else [self._num_samples(share, contents), share.stop]
-                text = f"data_loader over a stream, epoch {epoch}, step {step}"
-                headers = context.data_parallel_group().start(text, own).wait()
-                if not any(headers) or (self.dataset.drop_last and not all(headers)):
-                    break
-                nonempty = [numbers for numbers in headers if numbers]
-                stop, total = max(end for _, end in nonempty), sum(size for size, _ in nonempty)
-                if share is None:
-                    share = Share(epoch=epoch, step=step, stop=stop, num_samples_job=total, indices=[])
-                    contents = [None] * (len(self._replicas) * self._accumulation)
-                self._position.read_to(stop, number)
-                share = share._replace(num_samples_job=total, stop=stop)
-                batches = [self._batch(share, contents)]
-                del contents
-                yield batches.pop()
-                ask()
-        self._position.end_epoch(number)
+        for step in itertools.count():
+            share, contents = next(fetched, (None, []))
+            own = [] if share is None else [self._num_samples(share, contents), share.stop]
+            text = f"data_loader over a stream, epoch {epoch}, step {step}"
+            headers = context.data_parallel_group().start(text, own).wait()
+            if not any(headers) or (self.dataset.drop_last and not all(headers)):
+                return
+            nonempty = [numbers for numbers in headers if numbers]
+            stop, total = max(end for _, end in nonempty), sum(size for size, _ in nonempty)
+            if share is None:
+                share = Share(epoch=epoch, step=step, stop=stop, num_samples_job=total, indices=[])
+                contents = [None] * (len(self._replicas) * self._accumulation)
+            kept = [contents]
+            del contents
+            yield share._replace(num_samples_job=total, stop=stop), kept.pop()
 
     def _num_samples(self, share: Share, _contents: list[Any]) -> int:
         """Return the number of samples that this instance has in the step ``share``."""

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
@@ -112,10 +113,13 @@ class ReplicaRandomness:
         self._states = {} if seed is None else {replica: _seeded(seed, replica, stage) for replica in replicas}
         self._scopes = {replica: RandomScope(self._states, replica, None) for replica in self._states}
 
-    def of(self, replica: int, device: torch.device) -> "RandomScope":
-        """Return a context in which ``replica``, whose model is on ``device``, draws its own random numbers."""
+    def of(self, replica: int, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which ``replica``, whose model is on ``device``, draws its own random numbers.
+
+        Without a seed the context has no effect: the replica draws from the program's own random states.
+        """
         if self.seed is None:
-            return _ProgramScope(self._states, replica, None)
+            return nullcontext()
         if device.type in ("cpu", "meta"):
             return self._scopes[replica]
         if self._states[replica].device is None:
@@ -195,18 +199,6 @@ class RandomScope:
     def _take_back(self) -> None:
         """Save the replica's random states, and make the generators continue from the program's states."""
         _exchange(self._states[self._replica], _programs, self._device)
-
-
-class _ProgramScope(RandomScope):
-    """A context for a replica of a model without seed: the replica draws from the program's own random states."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        """Do nothing: a model without seed draws from the program's own random states."""
-
-    def __exit__(self, *_error: object) -> None:
-        """Do nothing: a model without seed has drawn from the program's own random states."""
 
 
 def _exchange(out: _States, into: _States, device: torch.device | None) -> None:

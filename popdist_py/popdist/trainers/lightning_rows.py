@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -16,7 +16,7 @@ from popdist.errors import BatchError
 from popdist.job import context
 from popdist.step.training.ddp_answers import refuse_options
 from popdist.trainers.replica_logs import Logs
-from popdist.trainers.replica_rows import DealtRows, ReplicaScopes, RowDataset, same_row
+from popdist.trainers.replica_rows import DealtRows, ReplicaScopes, row_options
 from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
 
 
@@ -213,9 +213,9 @@ class RowLoader:
 
 
 def row_loader(
-    loader: Any, replicas: range, steps: Callable[[], ReplicaSteps | None], *, is_needed: bool
+    loader: Any, steps: Callable[[], ReplicaSteps | None], *, is_needed: bool
 ) -> DataLoader[Any] | None:
-    """Return a loader of rows, one batch for each of ``replicas``; None if ``loader`` has no sampler for replicas.
+    """Return a loader of rows, one batch for each local replica; None if ``loader`` has no sampler for replicas.
 
     Raises:
         BatchError: If ``is_needed``, and ``loader`` deals no samples to replicas.
@@ -231,14 +231,9 @@ def row_loader(
                 "in a Trainer with use_distributed_sampler=True"
             )
         return None
-    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-    scopes = ReplicaScopes(steps, replicas, loader.worker_init_fn)
-    return DataLoader(
-        RowDataset(loader.dataset, loader.collate_fn, scopes, replicas),
-        batch_sampler=DealtRows({it: _batches_of(batch_sampler, it) for it in replicas}, scopes),
-        collate_fn=cast("Any", same_row),
-        **{name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")},
-    )
+    scopes = ReplicaScopes(steps, loader.worker_init_fn)
+    rows = DealtRows({it: _batches_of(batch_sampler, it) for it in scopes.replicas}, scopes)
+    return DataLoader(**row_options(loader, scopes, rows))
 
 
 def _batches_of(batch_sampler: Any, replica: int) -> Any:

@@ -48,18 +48,21 @@ def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
     Raises:
         BatchError: If two replicas have logged different names.
     """
-    first = logs_of_replicas[0]
-    names = [name for name, logged in first.items() if _is_gathered(logged)]
-    if not names:
-        return first
     own = [
-        {name: (_as_number(it.value), it.size) for name, it in logs.items() if _is_gathered(it)}
+        {
+            name: (it.value.item() if isinstance(it.value, Tensor) else it.value, it.size)
+            for name, it in logs.items()
+            if it.is_shared or it.size is not None  # a value with a size is for a mean over an epoch
+        }
         for logs in logs_of_replicas
     ]
+    names = own[0].keys()
+    if not names:
+        return logs_of_replicas[0]
     gathered = gather_json(context.data_parallel_group(), "combine the logged values of replicas", own)
     of_replicas = [values for of_instance in gathered for values in of_instance]
     for values in of_replicas:
-        if values.keys() != set(names):
+        if values.keys() != names:
             raise BatchError(
                 f"replicas have logged different names: {sorted(values)} and {sorted(names)}. With sync_dist=True "
                 "or on_epoch=True, and in an evaluation, log the same names for each batch"
@@ -68,18 +71,8 @@ def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
         name: _combined(it, [values[name] for values in of_replicas[: None if it.is_shared else 1]])
         if name in names
         else it
-        for name, it in first.items()
+        for name, it in logs_of_replicas[0].items()
     }
-
-
-def _is_gathered(logged: LoggedValue) -> bool:
-    """Whether an instance needs the values of all replicas: ``logged`` is shared, or is a mean over an epoch."""
-    return logged.is_shared or logged.size is not None
-
-
-def _as_number(value: Any) -> float | int:
-    number: float | int = value.item() if isinstance(value, Tensor) else value
-    return number
 
 
 def _combined(first: LoggedValue, pairs: Sequence[tuple[float, int | None]]) -> LoggedValue:

@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, TypeVar
@@ -10,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from popdist.data.randomness import RandomScope, ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness
+from popdist.job import context
 from popdist.trainers.replica_steps import ReplicaSteps
 
 T = TypeVar("T")
@@ -28,22 +30,15 @@ class RowSampler(Sampler[list[list[int]]]):
     Args:
         batch_sampler: Yields the batches of the whole job, lists of indices.
         shards: For each replica of this instance, makes from such a sampler the sampler of the replica's batches.
-        num_replicas: The replicas of the job.
-        begin_epoch: Called when the first batch of an epoch is read.
+        scopes: Begins an epoch when the first batch of the epoch is read.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        shards: list[Callable[[Any], Any]],
-        num_replicas: int,
-        begin_epoch: Callable[[], None],
-    ) -> None:
+    def __init__(self, batch_sampler: Any, shards: list[Callable[[Any], Any]], scopes: "ReplicaScopes") -> None:
         self.batch_sampler = batch_sampler
-        self.num_processes = num_replicas  # as accelerate names it
+        self.num_processes = scopes.num_replicas  # as accelerate names it
         self.sampler = getattr(batch_sampler, "sampler", None)  # accelerate tells it the epoch
         self._shards = shards
-        self._begin_epoch = begin_epoch
+        self._scopes = scopes
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
@@ -52,7 +47,7 @@ class RowSampler(Sampler[list[list[int]]]):
         return len(self._shards[0](self.batch_sampler))
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        self._begin_epoch()
+        self._scopes.begin_epoch()
         same = tee(iter(self.batch_sampler), len(self._shards))
         dealt = [shard(_Batches(self.batch_sampler, it)) for shard, it in zip(self._shards, same, strict=True)]
         for row in zip(*dealt, strict=True):
@@ -83,22 +78,27 @@ class ReplicaScopes:
     ``worker_init_fn`` may be a ``functools.partial`` with the keyword ``rank``.
     """
 
-    def __init__(self, steps: Callable[[], ReplicaSteps | None], replicas: range, worker_init_fn: Any) -> None:
+    def __init__(self, steps: Callable[[], ReplicaSteps | None], worker_init_fn: Any = None) -> None:
+        self.replicas, self.num_replicas = context.local_replicas(), context.num_replicas()
         self._steps = steps
-        self._replicas = replicas
         self.worker_init_fn = worker_init_fn
         self._of_worker: dict[int, ReplicaRandomness] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_steps": no_steps}
 
-    def of(self, replica: int) -> RandomScope:
+    def begin_epoch(self) -> None:
+        """Begin an epoch of the model's steps, if this process has a model."""
+        if get_worker_info() is None and (steps := self._steps()) is not None:
+            steps.begin_epoch()
+
+    def of(self, replica: int) -> AbstractContextManager[None]:
         """Return the context in which the samples of the replica ``replica`` are read."""
         worker = get_worker_info()
         if worker is None and (steps := self._steps()) is not None:
             return steps.scope_of(replica)
         if not self._of_worker:
-            self._of_worker.update({it: self._begin(it, worker) for it in self._replicas})
+            self._of_worker.update({it: self._begin(it, worker) for it in self.replicas})
         return self._of_worker[replica].of(replica, torch.device("cpu"))
 
     def _begin(self, replica: int, worker: Any) -> ReplicaRandomness:
@@ -161,15 +161,14 @@ class RowDataset(Dataset[Any]):
     dataset: Any
     collate_fn: Collate
     scopes: ReplicaScopes
-    replicas: range
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, row: Iterable[list[int]]) -> Row[Any]:
+    def __getitems__(self, row: Iterable[list[int]]) -> list[Any]:
         """Return the batches of ``row``, a list of sample indices for each local replica; torch calls this."""
-        batches: Row[Any] = Row()
-        for replica, indices in zip(self.replicas, row, strict=True):
+        batches = []
+        for replica, indices in zip(self.scopes.replicas, row, strict=True):
             with self.scopes.of(replica):
                 batches.append(self.collate_fn(self._samples(indices)))
         return batches
@@ -179,9 +178,18 @@ class RowDataset(Dataset[Any]):
         return list(many(indices)) if many else [self.dataset[index] for index in indices]
 
 
-def same_row(row: Row[T]) -> Row[T]:
-    """Return ``row`` unchanged, as the collate function of a DataLoader whose dataset collates batches itself."""
-    return row
+def options_of(loader: Any) -> dict[str, Any]:
+    """Return the options that a loader for replicas takes over from the DataLoader ``loader``: options of workers,
+    memory and generator, but not the dataset and the options that make batches.
+    """
+    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    return {name: getattr(loader, name) for name in (*kept, "prefetch_factor", "persistent_workers")}
+
+
+def row_options(loader: Any, scopes: ReplicaScopes, batch_sampler: Any) -> dict[str, Any]:
+    """Return the options of a DataLoader whose items are rows of ``loader``, by the rows of ``batch_sampler``."""
+    dataset = RowDataset(loader.dataset, loader.collate_fn, scopes)
+    return {**options_of(loader), "dataset": dataset, "batch_sampler": batch_sampler, "collate_fn": Row}
 
 
 @dataclass
@@ -192,12 +200,7 @@ class RowStream(IterableDataset[Any]):
     batch_size: int
     drop_last: bool
     collate_fn: Collate
-    replicas: range
-    num_replicas: int
-    begin_epoch: Callable[[], None]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "begin_epoch": no_steps}
+    scopes: ReplicaScopes
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset the number of the epoch, if the dataset has the method ``set_epoch``."""
@@ -208,9 +211,8 @@ class RowStream(IterableDataset[Any]):
         """Yield for each step a row with one batch for each local replica. Without ``drop_last``, the first
         samples fill up an incomplete last step.
         """
-        if get_worker_info() is None:
-            self.begin_epoch()
-        size, samples = self.batch_size * self.num_replicas, iter(self.dataset)
+        self.scopes.begin_epoch()
+        size, samples = self.batch_size * self.scopes.num_replicas, iter(self.dataset)
         first: list[Any] = []
         while step := list(islice(samples, size)):
             first = first or step
@@ -218,5 +220,5 @@ class RowStream(IterableDataset[Any]):
                 return
             while len(step) < size:
                 step = (step + first)[:size]
-            starts = [replica * self.batch_size for replica in self.replicas]
+            starts = [replica * self.batch_size for replica in self.scopes.replicas]
             yield Row(self.collate_fn(step[start : start + self.batch_size]) for start in starts)

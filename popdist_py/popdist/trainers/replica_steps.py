@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from popdist.data.randomness import RandomScope, ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness
 from popdist.errors import BatchError
 from popdist.job import context
 from popdist.job.collectives import gather_bytes
@@ -93,7 +93,7 @@ class ReplicaSteps:
     def _device(self) -> Any:
         return next(self.model.parameters()).device
 
-    def scope_of(self, replica: int) -> RandomScope:
+    def scope_of(self, replica: int) -> AbstractContextManager[None]:
         """Return the context in which the process draws the random numbers of the replica ``replica``."""
         return self.randomness.of(replica, self._device)
 
@@ -102,10 +102,8 @@ class ReplicaSteps:
         let each replica draw the seed that torch's DataLoader draws when it begins.
         """
         self._check_not_left()
-        if self._has_states:
-            self.draw_of_loader()
-        else:
-            _ = self.randomness
+        self.draw_of_loader()
+        _ = self.randomness
 
     def draw_of_loader(self) -> None:
         """Draw from each replica's random state the seed that torch's DataLoader draws when it begins."""
@@ -162,14 +160,20 @@ class ReplicaSteps:
             )
 
     @contextmanager
-    def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
-        """A context in which the process computes as the replica of ``micro_batch``; yields its content."""
-        self.begin(micro_batch)
+    def abandoning(self) -> Iterator[None]:
+        """A context that discards the step that has begun, if the context ends with an exception."""
         try:
-            yield micro_batch.content
+            yield
         except BaseException:
             self.abandon()
             raise
+
+    @contextmanager
+    def micro_batch(self, micro_batch: ReplicaBatch) -> Iterator[Any]:
+        """A context in which the process computes as the replica of ``micro_batch``; yields its content."""
+        self.begin(micro_batch)
+        with self.abandoning():
+            yield micro_batch.content
         self.end(add=True)  # to what a stream's last batches left, as the Trainer adds it
 
     def gather_states(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Outside of steps nothing is checked, so an evaluation on some instances never wa
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
 from typing import Final, TypeVar
@@ -26,14 +26,14 @@ from popdist.job import context
 from popdist.job.weights import bytes_of
 from popdist.step.checks.python_state import PythonState, next_fault
 from popdist.step.checks.tensor_changes import (
-    OtherParameters,
     ParameterSums,
     UntrackedBuffers,
     compare_copies,
     compare_weights,
+    sum_others,
     sum_parameters,
 )
-from popdist.step.training.micro_batches import Nest, batches_of_loaders, children_of, is_list_of_strings
+from popdist.step.training.micro_batches import Nest, batches_of_loaders, leaves_of
 from popdist.step.training.model_steps import ModelSteps
 
 NUM_FIRST: Final = 3
@@ -108,7 +108,7 @@ class ReplicaChecks(ModelChecks):
         num_passes = training_loop.num_loader_passes - self._passes_before
         if self._layout.num_replicas == 1:
             return CheckedStep(None, None, batch, num_passes, is_first=is_first)
-        others = OtherParameters(self._module, self._buffers.other_modules())
+        others = sum_others(self._module, self._buffers.other_modules())
         step = CheckedStep(sum_parameters(self._module), others, batch, num_passes, is_first=is_first)
         step.inputs, self._inputs = self._inputs, 0
         return step
@@ -199,7 +199,7 @@ class CheckedStep(StepChecks):
     def __init__(
         self,
         sums: ParameterSums | None,  # None if the job has one replica
-        others: OtherParameters | None,
+        others: ParameterSums | None,
         batch: Nest,
         num_passes: int,
         *,
@@ -244,15 +244,20 @@ class CheckedStep(StepChecks):
         """Return a text about a fault in a forward pass or a parameter written in a micro batch; else None."""
         if found := next_fault():
             return found
-        place = None if self._sums is None else self._sums.first_change()
-        if self._sums is not None and place is not None:
+        if self._sums is not None and (name := self._sums.first_change()):
             return (
-                f"{self._sums.names[place]} was written in a micro batch: so the result depends on how many micro "
+                f"{name} was written in a micro batch: so the result depends on how many micro "
                 "batches an instance computes, and this step has no gradient on any instance. Write a parameter "
                 "once for all replicas, outside of the loop over micro batches (as after optimizer.step()); or "
                 "make it a buffer, which is combined over the replicas"
             )
-        return None if self._others is None else self._others.fault()
+        if self._others is not None and (name := self._others.first_change()):
+            return (
+                f"{name} was written in a micro batch of another model: so the result depends on how many micro "
+                "batches an instance computes. Write a parameter once for all replicas, outside of the loop over "
+                "micro batches: move a teacher or a target network, and step an optimizer, after it"
+            )
+        return None
 
     def begin_loop(self) -> None:
         """Begin to watch buffers outside of all wrapped models for changes, but only in step 1 on instance 0."""
@@ -284,18 +289,11 @@ def _warn(text: str) -> None:
 def digest_of_batch(batch: Nest) -> int:
     """Return a digest of the first numbers of the first tensors in ``batch``; 0 if all numbers are equal."""
     digest, has_content = hashlib.blake2b(digest_size=7), False
-    for tensor in islice(_dense_tensors(batch), _MOST_TENSORS):
+    tensors = (it for _, it in leaves_of(batch) if isinstance(it, Tensor))
+    dense = (it for it in tensors if not it.is_meta and it.layout == torch.strided and it.numel())
+    for tensor in islice(dense, _MOST_TENSORS):
         head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]
         has_content |= bool((head != head[0]).any())
         digest.update(f"{tuple(tensor.shape)}".encode())
         digest.update(bytes_of(head))
     return int.from_bytes(digest.digest(), "little") if has_content else 0
-
-
-def _dense_tensors(nest: Nest) -> Iterator[Tensor]:
-    if isinstance(nest, torch.Tensor):
-        if not nest.is_meta and nest.layout == torch.strided and nest.numel():
-            yield nest
-    elif not is_list_of_strings(nest):
-        for _, child in children_of(nest):
-            yield from _dense_tensors(child)

@@ -37,10 +37,10 @@ class ParameterSums:
         """A 64-bit digest of all tensors' checksums in this object; never 0, which stands for no digest."""
         return _word(self.sums) or 1
 
-    def first_change(self) -> int | None:
-        """Return the position of the first tensor changed since the checksums were made; None if none changed."""
-        pairs = zip(self.sums, sums_of(self.parameters), strict=True)
-        return next((i for i, (before, now) in enumerate(pairs) if before != now), None)
+    def first_change(self) -> str | None:
+        """Return the name of the first tensor changed since the checksums were made; None if none changed."""
+        rows = zip(self.names, self.sums, sums_of(self.parameters), strict=True)
+        return next((name for name, before, now in rows if before != now), None)
 
 
 def sum_parameters(module: nn.Module) -> ParameterSums:
@@ -159,22 +159,9 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-class OtherParameters:
-    """The checksums of the parameters of other wrapped models, to find writes to them in a model's step."""
-
-    def __init__(self, module: nn.Module, others: Iterable[nn.Module]) -> None:
-        self._sums = sum_tensors(_other_parameters(module, others))
-
-    def fault(self) -> str | None:
-        """Return a text about the first other model's parameter written since the step began; None if none was."""
-        place = self._sums.first_change()
-        if place is None:
-            return None
-        return (
-            f"{self._sums.names[place]} was written in a micro batch of another model: so the result depends on "
-            "how many micro batches an instance computes. Write a parameter once for all replicas, outside of the "
-            "loop over micro batches: move a teacher or a target network, and step an optimizer, after it"
-        )
+def sum_others(module: nn.Module, others: Iterable[nn.Module]) -> ParameterSums:
+    """Return the checksums of the parameters of ``others`` that ``module`` does not have."""
+    return sum_tensors(_other_parameters(module, others))
 
 
 def _other_parameters(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:

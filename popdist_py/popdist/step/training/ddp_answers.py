@@ -5,9 +5,10 @@ docs/from-ddp.md gives the same answers.
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
@@ -96,7 +97,8 @@ def refuse_module(module: nn.Module) -> None:
                     f"{place} is a {kind.__name__} already, whose gradients would be reduced twice: "
                     f"{_WRAPPERS[kind.__name__]}"
                 )
-    if lazy := [name for name, value in _named_tensors(module) if is_lazy(value)]:
+    named = chain(module.named_parameters(), module.named_buffers())
+    if lazy := [name for name, value in named if is_lazy(value)]:
         raise WeightsError(
             f"{lazy[0]} has no shape yet, as those of lazy modules before their first batch: run one batch "
             "through the module, or make it with its sizes, and wrap it then"
@@ -144,7 +146,3 @@ def _refuse_mesh(module: nn.Module, name: str, parameter: Any) -> None:
         f"poprun --parallelism tensor={len(ranks)}, and place the parameters on "
         'popdist.device_mesh()["tensor"]'
     )
-
-
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]

@@ -2,7 +2,7 @@
 
 import contextvars
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
@@ -109,12 +109,7 @@ class ModelSteps:
         self._norm_size = norm_size
         self._label = _next_label()
         self._prepare()
-        self._register_on_all_instances()
-
-    def _register_on_all_instances(self) -> None:
-        """Record that all instances have made this model; a copy made on one instance alone is not recorded."""
-        self._is_joint = True
-        joint_modules[self] = self._state.reference
+        joint_modules[self] = self._state.reference  # a copy, perhaps made on one instance alone, is not recorded
 
     def _prepare(self) -> None:
         """Make the attributes that a copy of this object must not share with the original, such as the step."""
@@ -126,7 +121,6 @@ class ModelSteps:
         self.step: Step | LoneStep | None = None
         self._left_at: int | None = None
         self._has_left = False
-        self._is_joint = False
         self._is_distributed = any(map(is_distributed, self.module.parameters()))
         self.gradients = ModelGradients(self.module, self._gradient_dtype)
         self.buffers = ReplicaBuffers(self.module, self._label)
@@ -172,12 +166,9 @@ class ModelSteps:
         step, contents, counts = self._begin_loop(asked)
         for index, content in enumerate(contents):
             if content is not None:
-                with self._scope_of_loop(step, index, counts[index]):
-                    if self._norm_groups is None:
-                        yield to_device(content, self.gradients.device)
-                    else:
-                        with self._norm_groups.turn(index):
-                            yield to_device(content, self.gradients.device)
+                turn = nullcontext() if self._norm_groups is None else self._norm_groups.turn(index)
+                with self._scope_of_loop(step, index, counts[index]), turn:
+                    yield to_device(content, self.gradients.device)
         self._finish(asked.reduction, add=asked.add)
 
     def _scope_of_loop(self, step: Step | LoneStep, index: int, count: float) -> "MicroBatchScope":
@@ -334,8 +325,7 @@ class ModelSteps:
             for parameter in self.module.parameters():
                 local_gradient(parameter)  # a lone micro batch's gradient may be placed differently
         self._checks.end_step()
-        if not self._is_joint:
-            self._register_on_all_instances()
+        joint_modules.setdefault(self, self._state.reference)
         self._end(is_complete=True)
 
     def abandon(self, *, index: int | None = None) -> None:
@@ -403,7 +393,7 @@ class MicroBatchScope:
         self._steps.automatic.begin_computing()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._randomness.__exit__()
+        self._randomness.__exit__(None, None, None)
         if error is not None and self._steps.step is not self._step:
             return  # a traceback kept the loop open: its step was abandoned, and another step may have begun
         if error is not None:

@@ -205,12 +205,11 @@ def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callab
         if found is not None:
             found(parameter)
 
-    if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(call)
-    elif parameter.is_floating_point() or parameter.is_complex():
+    if parameter.is_floating_point() or parameter.is_complex():
+        is_trained = parameter.requires_grad
         parameter.requires_grad_(True)  # noqa: FBT003 - torch names it positionally
         parameter.register_post_accumulate_grad_hook(call)
-        parameter.requires_grad_(False)  # noqa: FBT003 - torch names it positionally
+        parameter.requires_grad_(is_trained)
 
 
 def _reduce_all(

@@ -22,7 +22,7 @@ from popdist.gradients.optimizer_steps import training_loop
 from popdist.ground.contract import Contract
 from popdist.ground.torch_private import PipelineParts, is_older_than, needs, parts_of_schedule
 from popdist.job import context
-from popdist.step.training.micro_batches import Nest, Split, batches_of_loaders, split_batch
+from popdist.step.training.micro_batches import Nest, batches_of_loaders, split_batch
 
 if TYPE_CHECKING:
     from weakref import WeakKeyDictionary
@@ -69,13 +69,10 @@ class Pipeline:
         number = len(dealt[0].micro_batches) // num_local_replicas if dealt else 1
         return max(1, number // self.num_micro_batches) if number > 1 else accumulation
 
-    def split(self, num_local_replicas: int, accumulation: int, arguments: Arguments | None) -> Split:
-        """Return a function that divides a batch into runs of the schedule, in the order of local replicas."""
-        return partial(self._runs, num_local_replicas, accumulation, arguments or _inputs_and_target)
-
-    def _runs(
-        self, num_local_replicas: int, accumulation: int, arguments: Arguments, batch: Nest
+    def runs(
+        self, num_local_replicas: int, accumulation: int, arguments: Arguments | None, batch: Nest
     ) -> list[PipelineRun]:
+        """Divide ``batch`` into runs of the schedule, in the order of local replicas."""
         if not (self._can_evaluate or torch.is_grad_enabled()):
             raise BatchError(
                 "torch cannot evaluate with a schedule that has consecutive stages on one instance, such as "
@@ -98,7 +95,7 @@ class Pipeline:
                 f"cannot be cut into {len(sizes) * cut} of them: make the loader with drop_last=True, or choose a "
                 "batch size that fits"
             )
-        run_arguments = [arguments(content) for content in contents]
+        run_arguments = [(arguments or _inputs_and_target)(content) for content in contents]
         starts = range(0, len(run_arguments), together)
         runs = [_joined(run_arguments[start : start + together]) for start in starts]
         for run in runs:

@@ -192,7 +192,7 @@ class ReplicaTurns(Generic[R]):
             try:
                 self._store_replica(replicas[number])
             finally:
-                scopes[number].__exit__()
+                scopes[number].__exit__(None, None, None)
 
         def compute(number: int) -> None:
             replica = replicas[number]

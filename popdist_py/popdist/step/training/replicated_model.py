@@ -261,7 +261,7 @@ class ReplicatedModel(WrappingModel):
         """
         steps: ModelSteps = self._model_steps
         pipeline, number = pipeline_of(steps.pipelines, schedule, steps.module), steps.layout.num_local_replicas
-        split = pipeline.split(number, accumulation, arguments)
+        split = partial(pipeline.runs, number, accumulation, arguments)
         num_runs = pipeline.num_runs(batch, number, accumulation)
         if torch.is_grad_enabled():
             step = WholeStep(batch, num_runs, reduction, None, split, add)
