@@ -164,9 +164,11 @@ class Accelerator(accelerate.Accelerator):
         if not self.use_seedable_sampler:
             _seed_sampler(data_loader)
         dispatches, self.dataloader_config.dispatch_batches = self.dataloader_config.dispatch_batches, False
-        with self.counting_instances():
-            dealt = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        self.dataloader_config.dispatch_batches = dispatches
+        try:
+            with self.counting_instances():
+                dealt = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        finally:
+            self.dataloader_config.dispatch_batches = dispatches
         if int(super().num_processes) == 1 and not isinstance(data_loader.dataset, IterableDataset):
             dealt = self._filled(data_loader, dealt)
         rows = self._rows(data_loader, dealt)

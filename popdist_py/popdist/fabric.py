@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from popdist.errors import BatchError, WeightsError, whole_number
 from popdist.job import context
-from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.lightning_rows import ReplicaProcess, options_for_job, reduce_by, row_loader
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_steps import STATES_KEY, ReplicaSteps
@@ -162,18 +161,6 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
                 f"{name}() joins one replica of each instance: add the values of the turns, and call {name}() "
                 "after the loop, or when fabric.strategy.sync_gradients is True"
             )
-
-    def get_module_state_dict(self, module: Any) -> dict[str, Any]:
-        """Return the state dict of the module inside a replicated model."""
-        inner = module.module if isinstance(module, ReplicatedModel) else module
-        states: dict[str, Any] = super().get_module_state_dict(inner)
-        return states
-
-    def load_module_state_dict(self, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Load a state dict into the module inside a replicated model."""
-        super().load_module_state_dict(
-            module.module if isinstance(module, ReplicatedModel) else module, *args, **kwargs
-        )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint with the random states of all replicas."""
