@@ -5,7 +5,7 @@ import dataclasses
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -27,6 +27,7 @@ def _classes(dataclass: Make) -> tuple[Any, Any, Any]:
         y: float = 0.5
         tags: tuple[str, ...] = dataclasses.field(default=(), metadata={"unit": "none"})
         known: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
+        shared: ClassVar[int] = 3
 
         def __post_init__(self) -> None:
             if self.x < 0:

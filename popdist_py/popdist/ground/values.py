@@ -1,9 +1,9 @@
 """The decorator ``dataclass`` for the frozen dataclasses that poprun loads at each start.
 
-The standard library's decorator compiles six methods for each frozen dataclass. The fifty dataclasses of a start
-took a quarter of poprun's time so. The decorator here makes dataclasses, too, but all of them share one set of
-methods, which read the fields when they are called. If a program makes many objects of a dataclass, the dataclass
-stays with the standard library's decorator, because compiled methods are faster.
+The standard library's decorator compiles six methods for each frozen dataclass. For the fifty dataclasses of a
+start, this took a quarter of poprun's time. The decorator here makes dataclasses, too, but all of them share one
+set of methods, which read the fields when they are called. If a program makes many objects of a dataclass, the
+dataclass stays with the standard library's decorator, because compiled methods are faster.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ __all__ = ["dataclass"]
 
 
 def _init(self: Any, /, *positional: Any, **values: Any) -> None:
-    """Set each field of ``self`` to its argument or its default. Raise TypeError if the arguments do not fit."""
+    """Set each field of ``self`` to its argument or its default; raise TypeError if the arguments do not fit."""
     names = self.__match_args__
     if len(positional) > len(names) or not values.keys().isdisjoint(names[: len(positional)]):
         raise TypeError(f"{type(self).__name__} takes {len(names)} positional arguments, each field once")
     values.update(zip(names, positional, strict=False))
-    for name, field in self.__dataclass_fields__.items():
+    for field in dataclasses.fields(self):
+        name = field.name
         if name in values:
             value = values.pop(name)
         elif field.default is not MISSING:
@@ -38,7 +39,7 @@ def _init(self: Any, /, *positional: Any, **values: Any) -> None:
 
 def _values(self: Any) -> tuple[Any, ...]:
     """Return the values of the fields of ``self``, in the order of the fields."""
-    return tuple(getattr(self, name) for name in self.__dataclass_fields__)
+    return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 def _eq(self: Any, other: object) -> bool:
@@ -50,7 +51,7 @@ def _hash(self: Any) -> int:
 
 
 def _repr(self: Any) -> str:
-    shown = (f"{name}={getattr(self, name)!r}" for name, field in self.__dataclass_fields__.items() if field.repr)
+    shown = (f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self) if field.repr)
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
@@ -61,8 +62,8 @@ def _refuse(self: Any, name: str, _value: object = None, /) -> NoReturn:
 
 def _setstate(self: Any, state: tuple[Any, ...]) -> None:
     """Set the fields of ``self``, which pickle or copy made, to the values ``state``."""
-    for name, value in zip(self.__dataclass_fields__, state, strict=True):
-        object.__setattr__(self, name, value)
+    for field, value in zip(dataclasses.fields(self), state, strict=True):
+        object.__setattr__(self, field.name, value)
 
 
 _METHODS = {
