@@ -93,7 +93,7 @@ class Candidate:
 class Answer:
     """The result of a search: mappings (divisions of a model) that fit, and a faster mapping that does not."""
 
-    # The mappings that fit, fastest first: for each shape only the fastest, and at least the 500 fastest shapes.
+    # The mappings that fit, fastest first: for each shape only the fastest, and at least ``num_fastest`` shapes.
     fitting: tuple[Candidate, ...]
     # The slowest of the tried mappings that are faster than all fitting mappings but do not fit; None if none is.
     faster: Candidate | None
