@@ -5,6 +5,7 @@ Most run in an environment of their own, `.venv-frameworks`; TensorFlow where sc
 
 import json
 import os
+import re
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -107,13 +108,17 @@ def test_jax_computes_alike_in_any_number_of_processes(
 
 
 def test_an_instance_of_jax_that_fails_ends_all(poprun: Poprun, framework_python: str) -> None:
-    """It waits for nobody at its end, and the others, whom JAX keeps from SIGTERM, get no time in vain."""
+    """It waits for nobody at its end, and the others, whom JAX keeps from SIGTERM, get no time in vain.
+
+    Instance 0 loses its connection at once, and may have ended before instance 1 has.
+    """
     words = ("--launcher=local", "-n2", "--stop-timeout=10000", framework_python, "-c", FAILS)
     finished = poprun(*words)
 
     assert finished.code == 7
     assert finished.out.count("total 2.0") == 2
-    assert "instance 1 failed first: exit code 7" in finished.err
+    first = "instance 1 (failed first|is at fault, although instance 0 ended before it)"
+    assert re.search(f"{first}: exit code 7", finished.err)
 
 
 def test_tensorflow_trains_as_with_variables_by_hand(poprun: Poprun, tensorflow_python: str) -> None:
