@@ -6,9 +6,8 @@ instances and then to the replicas of each instance, with the same result.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
-
-from popdist.ground.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
