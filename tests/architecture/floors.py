@@ -16,7 +16,7 @@ _LOWEST_FIRST: Final = {
     "popdist": "errors startup < ground < exchange < job < metrics gradients < data < step packing < optim"
     " trainers < phases accelerate lightning fabric < parallel transformers"
     " < checkpoint compat tensorflow onnx poptorch launching < popdist_core popart",
-    "popdist.ground": "layout local_tensors tree trusted_paths values"
+    "popdist.ground": "values < layout local_tensors tree trusted_paths"
     " < contract installation torch_private extension < torch_private_groups < environments progress accelerators",
     "popdist.exchange": "host_memory < transport < groups < process_group",
     "popdist.job": "context < collectives < weights instances",

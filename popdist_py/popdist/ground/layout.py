@@ -5,12 +5,14 @@ parts, as by ``torch.tensor_split``. So the samples of a step can be dealt to al
 instances and then to the replicas of each instance, with the same result.
 """
 
+import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 
+from popdist.ground.values import dataclass
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)  # compiled: each step makes some
 class ReplicaLayout:
     """The assignment of ``num_replicas`` model replicas to ``num_instances`` processes, equally many to each."""
 
@@ -102,7 +104,7 @@ class Parallelism:
         return ", ".join(f"{name} {number}" for name, number in common)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)  # compiled: each step makes some
 class ReplicaPart:
     """The part of a replica that one instance holds; if a program has its own mesh, ignore stage and shard."""
 

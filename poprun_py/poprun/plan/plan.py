@@ -5,7 +5,6 @@ A plan contains counts and ranges, not one item per instance, so that a plan for
 plan that was written and read starts the same processes.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
@@ -41,7 +40,7 @@ class LauncherKind(StrEnum):
     SRUN = "srun"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)  # as `Parallelism`
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Places(Parallelism):
     """The location of each instance for messages: its part of a replica, and its host if there are several."""
 
