@@ -4,11 +4,13 @@ Each program of a test imports torch, and an import takes longer than most progr
 change nothing in a program. First, each program with an optimizer imports torch's compiler, only to keep the
 compiler away from the optimizer's methods; here a method is called as it is until the program itself has imported
 the compiler. Second, Python looks for garbage among torch's modules while they are imported, and again at the
-exit; here Python leaves these objects alone. ``scripts/test`` alone runs the same tests without this module.
+exit; here Python leaves these objects alone. ``scripts/test`` alone runs the same tests without this module, and
+a test whose program has to exit as slowly as usual sets the environment variable SLOW_TORCH.
 """
 
 import functools
 import gc
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -89,4 +91,5 @@ _RUN = {
     "torch.optim.optimizer": _run_and_step_directly,
 }
 
-sys.meta_path.insert(0, _QuickImports())
+if "SLOW_TORCH" not in os.environ:
+    sys.meta_path.insert(0, _QuickImports())

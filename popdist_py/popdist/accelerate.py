@@ -15,13 +15,22 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from popdist.errors import BatchError, WeightsError
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
 from popdist.trainers.loop_turns import LoopTurns
-from popdist.trainers.replica_rows import ReplicaScopes, RowSampler, RowStream, options_of, row_options
+from popdist.trainers.replica_rows import (
+    ReplicaScopes,
+    RowSampler,
+    RowStream,
+    SeededStream,
+    WholeRows,
+    options_of,
+    row_options,
+    seeded_options,
+)
 from popdist.trainers.replica_steps import ReplicaSteps
 from popdist.trainers.versions import check_version
 
@@ -43,8 +52,8 @@ class Accelerator(accelerate.Accelerator):
     the last batch of an optimizer step, so that ``optimizer.step()`` and ``scheduler.step()`` act only there.
     Count steps by ``sync_gradients``. ``len(loader)`` is the number of batches of one replica, and
     ``num_processes`` is the number of replicas. While the model is in evaluation mode, a loader gives each batch
-    to one instance, as accelerate gives each batch to one process. In a job of one replica, all is as in
-    accelerate.
+    to one instance, as accelerate gives each batch to one process; random numbers follow from the batch's samples.
+    In a job of one replica, all is as in accelerate.
 
     Args:
         *args: As of ``accelerate.Accelerator``, and so are the keyword arguments.
@@ -68,11 +77,10 @@ class Accelerator(accelerate.Accelerator):
     def _begin_replicas(self) -> None:
         self.num_replicas = context.num_replicas()
         self.replica_steps: ReplicaSteps | None = None
-        self.deals_rows = self.gathers_later = False
+        self.deals_rows = self.gathers_later = self.is_predicting = False
         self._counts_instances = False
         self.loop_turns: LoopTurns | None = None
         self._loaded_from: Path | None = None
-        self._resumed_from: Path | None = None
         if self.num_replicas > 1:
             self._refuse_engines()
             self.register_save_state_pre_hook(self._save_states)
@@ -169,40 +177,52 @@ class Accelerator(accelerate.Accelerator):
                 dealt = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         finally:
             self.dataloader_config.dispatch_batches = dispatches
-        if int(super().num_processes) == 1 and not isinstance(data_loader.dataset, IterableDataset):
-            dealt = self._filled(data_loader, dealt)
         rows = self._rows(data_loader, dealt)
-        loader = rows if self.deals_rows else PreparedLoader(self, dealt, rows)
+        loader = rows if self.deals_rows else PreparedLoader(self, self._seeded(data_loader, dealt), rows)
         self._dataloaders[-1] = loader
         return loader
 
-    def _filled(self, loader: Any, dealt: Any) -> Any:
-        """Return a loader that, if ``even_batches`` is true, fills its last batch with the first samples."""
-        sampler = BatchSamplerShard(
-            dealt.batch_sampler, 1, 0, split_batches=self.split_batches, even_batches=self.even_batches
-        )
-        options = {**options_of(loader), "collate_fn": loader.collate_fn, "dataset": loader.dataset}
-        return DataLoaderShard(device=dealt.device, batch_sampler=sampler, _drop_last=loader.drop_last, **options)
+    def _seeded(self, loader: Any, dealt: Any) -> Any:
+        """Return a loader that deals to instances the batches of an evaluation, which are the same for any number
+        of instances. Replicas share or drop batches as ``num_replicas`` processes would.
+        """
+        if isinstance(loader.dataset, IterableDataset):
+            return self._shard(dealt, **self._stream_options(SeededStream, loader))
+        source = _source_of(dealt.batch_sampler)
+        if self.split_batches:
+            source = BatchSampler(source.sampler, source.batch_size // self.num_replicas, source.drop_last)
+        if loader.drop_last:
+            source = WholeRows(source, self.num_replicas)
+        num_instances, even = int(super().num_processes), self.even_batches
+        shard = BatchSamplerShard(source, num_instances, self.process_index, even_batches=even)
+        return self._shard(dealt, **seeded_options(loader, shard), _drop_last=loader.drop_last)
+
+    @staticmethod
+    def _shard(dealt: Any, **options: Any) -> Any:
+        synchronized = {name: getattr(dealt, name) for name in ("device", "rng_types", "synchronized_generator")}
+        return DataLoaderShard(**synchronized, **options)
 
     def _rows(self, loader: Any, dealt: Any) -> Any:
         """Return a loader that yields rows: lists with one batch of ``loader`` for each local replica."""
-        scopes = ReplicaScopes(lambda: self.replica_steps, loader.worker_init_fn)
         if isinstance(loader.dataset, IterableDataset):
-            size = loader.batch_size or 1
-            stream = RowStream(loader.dataset, size, loader.drop_last, loader.collate_fn, scopes)
-            options = {**options_of(loader), "dataset": stream, "batch_size": None}
+            options = self._stream_options(RowStream, loader)
         else:
+            scopes = self._scopes(loader)
             options = row_options(loader, scopes, self._row_sampler(dealt.batch_sampler, scopes))
-        return DataLoaderShard(
-            device=dealt.device,
-            rng_types=dealt.rng_types,
-            synchronized_generator=dealt.synchronized_generator,
-            _drop_last=loader.drop_last or len(scopes.replicas) > 1,  # accelerate then keeps repeated samples
-            **options,
-        )
+        keeps_repeated = loader.drop_last or context.num_local_replicas() > 1
+        return self._shard(dealt, **options, _drop_last=keeps_repeated)
+
+    def _scopes(self, loader: Any) -> ReplicaScopes:
+        return ReplicaScopes(lambda: self.replica_steps, loader.worker_init_fn)
+
+    def _stream_options(self, kind: type[RowStream], loader: Any) -> dict[str, Any]:
+        size = (loader.batch_size or 1) // (self.num_replicas if self.split_batches else 1)
+        scopes = self._scopes(loader)
+        stream = kind(loader.dataset, size, loader.drop_last, loader.collate_fn, scopes)
+        return {**options_of(loader), "dataset": stream, "batch_size": None}
 
     def _row_sampler(self, batch_sampler: Any, scopes: ReplicaScopes) -> RowSampler:
-        source = batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
+        source = _source_of(batch_sampler)
         shards = [
             partial(
                 BatchSamplerShard,
@@ -286,9 +306,18 @@ class Accelerator(accelerate.Accelerator):
         turns.end_micro_batch()
 
     def gather(self, tensor: Any) -> Any:
-        """Gather as accelerate does; in a micro batch return ``tensor`` if ``log`` gathers metrics later."""
-        is_in_micro_batch = self.replica_steps is not None and self.replica_steps.is_open
-        return tensor if self.gathers_later and is_in_micro_batch else super().gather(tensor)
+        """Gather as accelerate does; in a model's call return ``tensor`` if ``log`` gathers metrics later."""
+        return tensor if self._gathers_later_now else super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather as accelerate does; in a model's call return ``input_data`` if ``log`` gathers metrics later."""
+        gather = super().gather_for_metrics
+        return input_data if self._gathers_later_now else gather(input_data, *args, **kwargs)
+
+    @property
+    def _gathers_later_now(self) -> bool:
+        is_training = self.replica_steps is not None and self.replica_steps.is_open
+        return self.gathers_later and (is_training or self.is_predicting)
 
     def turns(self, turns: LoopTurns, rows: Any) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
@@ -306,9 +335,6 @@ class Accelerator(accelerate.Accelerator):
         for row in rows:
             step.append(row)
             if len(step) == self.gradient_accumulation_steps or rows.end_of_dataloader:
-                if self._resumed_from is not None and self.replica_steps is not None:
-                    self.replica_steps.load(self._resumed_from)  # the states before the loader drew its seed
-                    self._resumed_from = None
                 yield step
                 step = []
 
@@ -326,7 +352,9 @@ class Accelerator(accelerate.Accelerator):
         """Return a loader without the first ``num_batches`` batches of each replica."""
         if not isinstance(dataloader, PreparedLoader):
             return super().skip_first_batches(dataloader, num_batches)
-        self._resumed_from, self._loaded_from = self._loaded_from, None
+        if self._loaded_from is not None and self.replica_steps is not None:
+            self.replica_steps.resume(self._loaded_from)
+            self._loaded_from = None
         dealt, rows = (super(Accelerator, self).skip_first_batches(it, num_batches) for it in dataloader.loaders)
         return PreparedLoader(self, dealt, rows)
 
@@ -400,6 +428,10 @@ class PreparedLoader:
         """Tell the samplers and the dataset the number of the epoch."""
         for loader in self.loaders:
             loader.set_epoch(epoch)
+
+
+def _source_of(batch_sampler: Any) -> Any:
+    return batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
 
 
 def _refuse_loader(loader: Any) -> None:

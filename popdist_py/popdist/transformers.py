@@ -5,7 +5,7 @@ Trainer``, or ``class MyTrainer(popdist.transformers.Replicated, SFTTrainer)`` f
 """
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ class Replicated(_Base):
 
     In a job of R replicas, replica r trains on the batches that the Trainer gives to process r of R processes, and
     the weights and the logged losses are bitwise equal for any number of instances. Steps, epochs, learning rates,
-    logs and checkpoints are counted in steps of the job. An evaluation deals its batches to the instances. A
-    checkpoint can be resumed with another number of instances. In a job of one replica, all is as in transformers.
+    logs and checkpoints are counted in steps of the job. An evaluation deals its batches to the instances, and a
+    batch's random numbers follow from the batch's samples. A checkpoint can be resumed with another number of
+    instances. In a job of one replica, all is as in transformers.
 
     Raises:
         BatchError: For what is not the same for any number of instances, before the first step: the arguments
@@ -100,7 +101,6 @@ class Replicated(_Base):
         rows = list(islice(epoch_iterator, num_batches))
         if not rows:
             return [], None
-        self.load_random_states()
         count = super().get_batch_samples
         numbers = [count(iter(contents), len(rows), *args)[1] for contents in zip(*rows, strict=True)]
         is_shared = self.args.average_tokens_across_devices
@@ -149,11 +149,11 @@ class Replicated(_Base):
             self.remove_callback(together)
         return output._replace(training_loss=output.metrics["train_loss"])
 
-    def load_random_states(self) -> None:
-        """Load the replicas' random states from the checkpoint of a resumed training, if not yet done."""
+    def load_random_states(self, *, is_within_epoch: bool) -> None:
+        """Load the replicas' random states in a resumed training; if ``is_within_epoch``, as the epoch begins."""
         if self._resumed_from is not None:
-            self._steps.load(self._resumed_from)
-            self._resumed_from = None
+            load = self._steps.resume if is_within_epoch else self._steps.load
+            load(self._resumed_from)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - the Trainer's signature
         """Save the model; in a checkpoint, also the random states of all replicas."""
@@ -176,9 +176,19 @@ class Replicated(_Base):
         is_shared, arguments.average_tokens_across_devices = arguments.average_tokens_across_devices, False
         try:
             with self.accelerator.counting_instances():
+                self._num_repeated = _num_repeated(args[0] if args else kwargs["dataloader"])
                 return loop(*args, **kwargs)
         finally:
             arguments.average_tokens_across_devices = is_shared
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's ``prediction_step``, in which TRL's metrics describe this instance's batch."""
+        step = super().prediction_step
+        self.accelerator.is_predicting = True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self.accelerator.is_predicting = False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Replace the losses in ``logs`` by the means over all replicas, and log ``logs`` as the Trainer does."""
@@ -189,13 +199,25 @@ class Replicated(_Base):
         super().log(logs, *args, **kwargs)
 
     def _share_metrics(self, logs: dict[str, float]) -> None:
-        """Replace each of TRL's metrics by the mean over all replicas' values, but ``num_tokens`` by the sum."""
+        """Replace each of TRL's metrics by the mean over the job's batches, but ``num_tokens`` by the sum."""
         if _is_of_training(logs) or any(name.endswith("runtime") for name in logs):
             metrics = self._metrics["train" if self.model.training else "eval"]
+            num_repeated = 0 if self.model.training else self._num_repeated
             of_instances = gather_object([dict(metrics)])
             for name in metrics:
-                values = [value for of_instance in of_instances for value in of_instance.get(name, ())]
-                metrics[name] = [sum(values) if name == "num_tokens" else fsum(values) / len(values)]
+                dealt = zip_longest(*(of_instance.get(name, ()) for of_instance in of_instances))
+                values = [value for turn in dealt for value in turn if value is not None]
+                if name == "num_tokens":
+                    metrics[name] = [sum(values)]
+                else:
+                    counted = values[: len(values) - num_repeated]
+                    metrics[name] = [fsum(counted) / len(counted)]
+
+
+def _num_repeated(loader: Any) -> int:
+    """Return the number of an evaluation's batches that repeat batches, so that each instance has as many."""
+    dealt = loader.batch_sampler
+    return len(dealt) * dealt.num_processes - len(dealt.batch_sampler) if dealt is not None else 0
 
 
 class Trainer(Replicated, transformers.Trainer):
@@ -212,7 +234,7 @@ class _Together(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
         """Check that the instances train with equal arguments, and load the random states of a resumed training.
 
-        A training that is resumed within an epoch loads the states later, after its first batches were read.
+        A training that is resumed within an epoch loads the states as it reads the first batches.
 
         Raises:
             CollectiveError: If instances have different arguments.
@@ -221,8 +243,8 @@ class _Together(transformers.TrainerCallback):
             name: getattr(args, name) for name in _OF_ARGS
         }
         self._group.agree("Trainer.train(" + ", ".join(f"{name}={value}" for name, value in values.items()) + ")")
-        if state.epoch is not None and state.epoch == int(state.epoch):
-            self._trainer.load_random_states()
+        if state.epoch is not None:
+            self._trainer.load_random_states(is_within_epoch=state.epoch != int(state.epoch))
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> Any:
         """Stop, save, evaluate and log on all instances if a callback of one instance asks for it."""

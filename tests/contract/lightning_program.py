@@ -1,5 +1,7 @@
 """A program for Lightning's Trainer and for Fabric, with noise and dropout, that prints the bits of its state."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,8 +92,8 @@ def with_trainer(folder: Path, begin: str | None) -> None:
     module.print(f"trainer: rate {rate:.4f}, {popdist.checksum(module)}", flush=True)
 
 
-def with_fabric(folder: Path, begin: str | None) -> None:
-    """Train for two epochs by Fabric, and print the bits after each epoch."""
+def with_fabric(folder: Path, begin: str | None, *, is_killed: bool = False) -> None:
+    """Train for two epochs by Fabric, and print the bits after each epoch; or be killed within the second one."""
     fabric = Fabric(strategy=popdist.fabric.FabricStrategy(accumulation=ACCUMULATION), accelerator="cpu")
     fabric.launch()
     fabric.seed_everything(42, verbose=False)
@@ -106,6 +108,8 @@ def with_fabric(folder: Path, begin: str | None) -> None:
     for epoch in range(state["epoch"], 2):
         model.train()
         for number, (x, y) in enumerate(train):
+            if is_killed and epoch == number == 1 and popdist.is_main():
+                os.kill(os.getpid(), signal.SIGKILL)
             is_last = number % ACCUMULATION == ACCUMULATION - 1
             with fabric.no_backward_sync(model, enabled=not is_last):
                 fabric.backward(nn.functional.cross_entropy(model(x), y) / ACCUMULATION)
@@ -126,6 +130,8 @@ def with_fabric(folder: Path, begin: str | None) -> None:
 
 if __name__ == "__main__":
     saved = Path(sys.argv[1])
+    if sys.argv[2:] == ["killed"]:
+        with_fabric(saved, None, is_killed=True)
     checkpoint_of_trainer, checkpoint_of_fabric = sys.argv[2:] or (None, None)
     with_trainer(saved, checkpoint_of_trainer)
     with_fabric(saved, checkpoint_of_fabric)

@@ -6,6 +6,7 @@ popdist.trainers.loop_turns and popdist.trainers.versions.
 """
 
 import re
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,58 @@ def test_a_loop_of_accelerate_has_the_same_bits(poprun: Poprun, tmp_path: Path) 
     assert re.match(rf"epoch 1: 2 steps, \d+ of 54, rate {0.01 - 0.01 * 16 / 400:.4f}, ", alone[1])
 
 
+EVALUATED = """
+import sys, torch
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from popdist.accelerate import Accelerator
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(54.0) + torch.rand(54))
+
+def noisy(samples):
+    return default_collate(samples) + torch.rand(len(samples))
+
+class Noisy(Dataset):
+    x = torch.arange(54.0)
+
+    def __len__(self):
+        return 54
+
+    def __getitem__(self, index):
+        return self.x[index] + torch.rand(())
+
+for drop_last, split, workers in ((False, False, 2), (True, False, 0), (False, True, 0), (True, True, 0)):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split))
+    loader = DataLoader(Noisy(), batch_size=4, drop_last=drop_last, num_workers=workers)
+    assert loader.dataset.x is accelerator.prepare(loader).dataset.x
+    rows = [accelerator.gather_for_metrics(x) for x in accelerator.prepare(loader)]
+    stream = DataLoader(Stream(), batch_size=4, drop_last=drop_last, collate_fn=noisy)
+    torch.manual_seed(1)
+    rows += [accelerator.gather_for_metrics(x) for x in accelerator.prepare(stream)]
+    accelerator.print("evaluated", len(torch.cat(rows)), torch.cat(rows).double().sum().item())
+"""
+
+
+def test_evaluations_read_the_same_batches(poprun: Poprun, tmp_path: Path) -> None:
+    """With samples that draw random numbers, with incomplete batches, and with batches that replicas share.
+
+    54 samples are 14 batches, of which ``drop_last`` leaves the three steps of four replicas that are full.
+    If four replicas share a batch, it leaves the last two samples out. The same stream has 64, 48, 56 or 52
+    samples, because no library knows which samples of a stream are repeated in its last step.
+    """
+    script = tmp_path / "evaluated.py"
+    script.write_text(EVALUATED, encoding="utf-8")
+    found = []
+    for number in ("1", "2", "4"):
+        finished = poprun("--num-instances", number, "--num-replicas", "4", sys.executable, str(script))
+        found.append(_lines(finished.succeeded_but_for_torch(), "evaluated "))
+
+    assert [int(line.split()[1]) for line in found[0]] == [54 + 64, 48 + 48, 54 + 56, 52 + 52]
+    assert found[0] == found[1] == found[2]
+
+
 def test_the_trainer_logs_the_same_losses_and_bits(poprun: Poprun, tmp_path: Path) -> None:
     """At 1 and 2 instances, and if 2 instances go on in the middle of the epoch that one instance has begun."""
     alone = _lines(_run(poprun, "trainer_program", str(tmp_path / "1"), num_instances=1), "logged ")
@@ -57,10 +110,14 @@ def test_the_trainer_logs_the_same_losses_and_bits(poprun: Poprun, tmp_path: Pat
 def test_lightning_has_the_same_bits(poprun: Poprun, tmp_path: Path) -> None:
     """At 1 and 2 instances, and if 2 instances go on where one instance has saved.
 
-    Lightning's Trainer goes on in the middle of an epoch, and Fabric after an epoch.
+    Lightning's Trainer goes on in the middle of an epoch, and Fabric after an epoch, in whose successor it was
+    killed.
     """
     lines = {}
-    saved = tmp_path / "1" / "step=1.ckpt", tmp_path / "1" / "epoch-0.ckpt"
+    saved = tmp_path / "1" / "step=1.ckpt", tmp_path / "killed" / "epoch-0.ckpt"
+    options = ("--num-instances", "1", "--num-replicas", "4", sys.executable, "-m")
+    killed = poprun(*options, "tests.contract.lightning_program", str(saved[1].parent), "killed")
+    assert killed.code == 128 + signal.SIGKILL
     for name, begin, num_instances in (("1", (), 1), ("2", (), 2), ("3", saved, 2)):
         (tmp_path / name).mkdir()
         words = map(str, (tmp_path / name, *begin))
@@ -100,34 +157,42 @@ def test_an_old_library_is_refused_by_name() -> None:
 RESUMED = """
 import sys, torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from popdist.accelerate import Accelerator
 import popdist
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data)
+
+def noisy(samples):
+    return default_collate(samples) + 0.1 * torch.randn(2, 4)
+
 folder, begin = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(1)
-accelerator = Accelerator(cpu=True)
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=2)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-if begin:
-    accelerator.load_state(f"{folder}/{begin}")
-    loader = accelerator.skip_first_batches(loader, begin)
-step = begin
-for (x,) in loader:
-    accelerator.backward(model(x).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-    step += accelerator.sync_gradients
-    if accelerator.sync_gradients and not begin:
-        accelerator.save_state(f"{folder}/{step}")
-if accelerator.is_main_process:
-    print(f"after {step} steps: {popdist.checksum(model)}")
+data = torch.randn(40, 4)
+for kind, dataset in ("map", data), ("stream", Stream()):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    loader = DataLoader(dataset, batch_size=2, collate_fn=noisy)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    if begin:
+        accelerator.load_state(f"{folder}/{kind}{begin}")
+        loader = accelerator.skip_first_batches(loader, begin)
+    step = begin
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        step += accelerator.sync_gradients
+        if accelerator.sync_gradients and not begin:
+            accelerator.save_state(f"{folder}/{kind}{step}")
+    accelerator.print(f"after {step} steps: {kind} {popdist.checksum(model)}")
 """
 
 
 def test_a_loop_of_accelerate_resumes_within_an_epoch(poprun: Poprun, tmp_path: Path) -> None:
-    """Two instances go on with the dropout with which one instance would have gone on."""
+    """Two instances go on with the dropout and the noise of samples with which one instance would have gone on."""
     script = tmp_path / "resumed.py"
     script.write_text(RESUMED, encoding="utf-8")
     lines = []
@@ -135,7 +200,8 @@ def test_a_loop_of_accelerate_resumes_within_an_epoch(poprun: Poprun, tmp_path: 
         options = ("--num-instances", str(num_instances), "--num-replicas", "4", sys.executable, str(script))
         lines.append(_lines(poprun(*options, str(tmp_path), begin).succeeded_but_for_torch(), "after 5 steps"))
 
-    assert lines[0] == lines[1] != []
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 2
 
 
 CALL_ALL = """

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 import popdist
 from popdist.transformers import Replicated
@@ -20,6 +27,13 @@ def sequences(number: int, seed: int) -> list[dict[str, Tensor]]:
     left_out = torch.arange(12) < torch.randint(8, (number, 1), generator=drawn)
     labels = tokens.masked_fill(left_out, -100)
     return [{"input_ids": token, "labels": label} for token, label in zip(tokens, labels, strict=True)]
+
+
+def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Collate ``samples``, and leave out labels by chance, as collators for masked words do."""
+    batch: dict[str, Tensor] = default_data_collator(samples)
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.1, -100)
+    return batch
 
 
 class Measured(transformers.Trainer):
@@ -82,14 +96,15 @@ def main(folder: str, checkpoint: str | None) -> None:
         disable_tqdm=True,
         seed=3,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=sequences(46, 1), eval_dataset=sequences(13, 2))
+    data = {"train_dataset": sequences(46, 1), "eval_dataset": sequences(13, 2), "data_collator": masked}
+    trainer = Trainer(model=model, args=arguments, **data)
     if checkpoint == "stop":
         trainer.add_callback(StopOne())
         trainer.train()
         checkpoint = None
     output = trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_world_process_zero():
-        names = ("loss", "eval_loss", "grad_norm", "learning_rate", "counted")
+        names = ("loss", "eval_loss", "grad_norm", "learning_rate", "counted", "eval_counted")
         lines = [
             f"logged {entry['step']} {[entry.get(name) for name in names]}"
             for entry in trainer.state.log_history[:-1]

@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -137,6 +137,11 @@ class ReplicaRandomness:
         for replica in self._states:
             bits, state = copy.deepcopy(get_bit_generator()), torch.get_rng_state()
             self._states[replica] = _States(python, bits, state, None if own is None else own.clone())
+
+    def copy_from(self, other: "ReplicaRandomness", replica: int) -> None:
+        """Replace the random states of ``replica`` by a copy of its states in ``other``."""
+        states = other._states[replica]  # noqa: SLF001 - an attribute of the same class
+        self._states[replica] = replace(states, numpy=copy.deepcopy(states.numpy))
 
     def state_dict(self) -> dict[str, dict[str, object]]:
         """Return the random states of each local replica, by the replica's job-wide number as a string; the dicts

@@ -1,17 +1,18 @@
 """The training data of this instance's replicas: rows of batches, dealt as another library deals to processes."""
 
-import functools
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, tee
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from popdist.data.randomness import ReplicaRandomness
+from popdist.data.randomness import ReplicaRandomness, isolated
 from popdist.job import context
 from popdist.trainers.replica_steps import ReplicaSteps
 
@@ -67,6 +68,23 @@ class _Batches:
         return map(list, self._batches)
 
 
+class WholeRows:
+    """The batches of ``batch_sampler``, but not a last row that has fewer than ``width`` batches."""
+
+    def __init__(self, batch_sampler: Any, width: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = getattr(batch_sampler, "sampler", None)  # accelerate tells it the epoch
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = True
+        self._width = width
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) // self._width * self._width
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.batch_sampler, len(self))
+
+
 def no_steps() -> None:
     """Return None, as the callback of an object that was copied to a DataLoader worker, which has no model."""
 
@@ -75,7 +93,7 @@ class ReplicaScopes:
     """The random states with which each local replica reads samples, in this process or in a DataLoader worker.
 
     In a worker, a replica's random states begin as in the worker of a process whose rank is the replica's number:
-    ``worker_init_fn`` may be a ``functools.partial`` with the keyword ``rank``.
+    ``worker_init_fn`` may be a ``partial`` with the keyword ``rank``.
     """
 
     def __init__(self, steps: Callable[[], ReplicaSteps | None], worker_init_fn: Any = None) -> None:
@@ -92,21 +110,27 @@ class ReplicaScopes:
         if get_worker_info() is None and (steps := self._steps()) is not None:
             steps.begin_epoch()
 
-    def of(self, replica: int) -> AbstractContextManager[None]:
-        """Return the context in which the samples of the replica ``replica`` are read."""
+    def of(self, replica: int, row: int | None = None) -> AbstractContextManager[None]:
+        """Return the context in which the replica ``replica`` draws random numbers.
+
+        Args:
+            replica: The job-wide number of a local replica.
+            row: If the samples of a row are read: the number of the row in an epoch that is read from its first
+                row, as a stream is; 0 if the rows before it are left out.
+        """
         worker = get_worker_info()
         if worker is None and (steps := self._steps()) is not None:
-            return steps.scope_of(replica)
+            return steps.scope_of(replica) if row is None else steps.scope_of_read(replica, row)
         if not self._of_worker:
             self._of_worker.update({it: self._begin(it, worker) for it in self.replicas})
         return self._of_worker[replica].of(replica, torch.device("cpu"))
 
     def _begin(self, replica: int, worker: Any) -> ReplicaRandomness:
         init = self.worker_init_fn
-        if worker is not None and isinstance(init, functools.partial) and "rank" in init.keywords:
+        if worker is not None and isinstance(init, partial) and "rank" in init.keywords:
             random.seed(worker.seed)
             torch.manual_seed(worker.seed)
-            functools.partial(init, rank=replica)(worker.id)
+            partial(init, rank=replica)(worker.id)
         randomness = ReplicaRandomness(0, range(replica, replica + 1))
         randomness.begin_as_program(torch.device("cpu"))
         return randomness
@@ -169,13 +193,59 @@ class RowDataset(Dataset[Any]):
         """Return the batches of ``row``, a list of sample indices for each local replica; torch calls this."""
         batches = []
         for replica, indices in zip(self.scopes.replicas, row, strict=True):
-            with self.scopes.of(replica):
-                batches.append(self.collate_fn(self._samples(indices)))
+            with self.scopes.of(replica, 0):
+                batches.append(self.collate_fn(_samples_of(self.dataset, indices)))
         return batches
 
-    def _samples(self, indices: list[int]) -> list[Any]:
-        many = getattr(self.dataset, "__getitems__", None)
-        return list(many(indices)) if many else [self.dataset[index] for index in indices]
+
+class SeededDataset(Dataset[Any]):
+    """A dataset that returns batches of an evaluation: their random numbers follow from their samples' indices.
+
+    An attribute that the class does not have is the attribute of the dataset ``dataset``.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not set yet, while this object is copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: Iterable[int]) -> Any:
+        """Return the batch of the samples ``indices``; torch calls this."""
+        chosen = list(indices)
+        return _seeded(chosen, lambda: self._collate_fn(_samples_of(self.dataset, chosen)))
+
+
+def _seeded(key: object, read: Callable[[], T]) -> T:
+    """Return ``read()``, whose random numbers follow from ``key``; then restore the random states."""
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+    def seed_and_read(reseed: Callable[[int], None]) -> T:
+        reseed(seed)
+        return read()
+
+    return isolated(seed_and_read)
+
+
+def _samples_of(dataset: Any, indices: list[int]) -> list[Any]:
+    many = getattr(dataset, "__getitems__", None)
+    return list(many(indices)) if many else [dataset[index] for index in indices]
+
+
+def seeded_options(loader: Any, batch_sampler: Any) -> dict[str, Any]:
+    """Return the options of a DataLoader whose items are batches of an evaluation, by ``batch_sampler``."""
+    dataset = SeededDataset(loader.dataset, loader.collate_fn)
+    return {**options_of(loader), "dataset": dataset, "batch_sampler": batch_sampler, "collate_fn": _as_it_is}
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def options_of(loader: Any) -> dict[str, Any]:
@@ -207,11 +277,20 @@ class RowStream(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Row[Any]]:
-        """Yield for each step a row with one batch for each local replica. Without ``drop_last``, the first
-        samples fill up an incomplete last step.
-        """
+    def __iter__(self) -> Iterator[Any]:
+        """Yield for each step a row with one batch for each local replica."""
         self.scopes.begin_epoch()
+        for number, batches in enumerate(self._steps()):
+            row = Row[Any]()
+            for replica in self.scopes.replicas:
+                with self.scopes.of(replica, number):
+                    row.append(self.collate_fn(batches[replica]))
+            yield row
+
+    def _steps(self) -> Iterator[list[list[Any]]]:
+        """Yield for each step the samples of all replicas. Without ``drop_last``, the first samples fill up an
+        incomplete last step.
+        """
         size, samples = self.batch_size * self.scopes.num_replicas, iter(self.dataset)
         first: list[Any] = []
         while step := list(islice(samples, size)):
@@ -220,5 +299,15 @@ class RowStream(IterableDataset[Any]):
                 return
             while len(step) < size:
                 step = (step + first)[:size]
-            starts = [replica * self.batch_size for replica in self.scopes.replicas]
-            yield Row(self.collate_fn(step[start : start + self.batch_size]) for start in starts)
+            yield [step[start : start + self.batch_size] for start in range(0, size, self.batch_size)]
+
+
+class SeededStream(RowStream):
+    """An IterableDataset for an evaluation: its batches are dealt to the instances of the job in turn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of this instance; the random numbers of a batch follow from the batch's number."""
+        own = slice(context.instance_index(), None, context.num_instances())
+        for step, batches in enumerate(self._steps()):
+            for place, samples in list(enumerate(batches))[own]:
+                yield _seeded((step, place), partial(self.collate_fn, samples))

@@ -66,6 +66,10 @@ class ReplicaSteps:
         self.model = ReplicatedModel(module)
         self.replicas = context.local_replicas()
         self._has_states = False
+        self._before_read = ReplicaRandomness(0, self.replicas)  # the states before the last row was read
+        self._last_read = 0
+        self._resumed_from: Path | None = None
+        self._saved: dict[int, Any] = {}
         self._open: ReplicaBatch | None = None
         self._last_of_step: ReplicaBatch | None = None
         self._was_left = False
@@ -97,6 +101,24 @@ class ReplicaSteps:
         """Return the context in which the process draws the random numbers of the replica ``replica``."""
         return self.randomness.of(replica, self._device)
 
+    def scope_of_read(self, replica: int, number: int) -> AbstractContextManager[None]:
+        """Return the context in which a row of samples of ``replica`` is read; ``number`` counts the epoch's rows.
+
+        accelerate reads a row before the optimizer step that precedes the row. So in a training that is resumed
+        within an epoch, the first row is read with other states than the row after it.
+        """
+        saved = self._saved.get(replica)
+        if saved is None or number < saved["row"]:
+            self._before_read.copy_from(self.randomness, replica)
+            self._last_read = number
+            return self.scope_of(replica)
+        self._before_read.load_state_dict({replica: saved["before_read"]})
+        self._restore(replica)
+        return self._before_read.of(replica, self._device)
+
+    def _restore(self, replica: int) -> None:
+        self.randomness.load_state_dict({replica: self._saved.pop(replica)})
+
     def begin_epoch(self) -> None:
         """Begin an epoch. At the first call, copy the process's random states for each replica; at later calls,
         let each replica draw the seed that torch's DataLoader draws when it begins.
@@ -104,6 +126,9 @@ class ReplicaSteps:
         self._check_not_left()
         self.draw_of_loader()
         _ = self.randomness
+        if self._resumed_from is not None:
+            self._saved = self._saved_in(self._resumed_from)
+            self._resumed_from = None
 
     def draw_of_loader(self) -> None:
         """Draw from each replica's random state the seed that torch's DataLoader draws when it begins."""
@@ -115,6 +140,8 @@ class ReplicaSteps:
 
     def begin(self, micro_batch: ReplicaBatch) -> None:
         """Begin a micro batch; until :meth:`end`, the process computes as the replica that has this batch."""
+        for replica in list(self._saved):  # workers have read the rows
+            self._restore(replica)
         _ = self.randomness
         scope = self.model.micro_batch(
             micro_batch.index, weight=1 / context.num_replicas(), accumulation=micro_batch.accumulation
@@ -181,7 +208,9 @@ class ReplicaSteps:
         self._check_not_left()
         self._check_between_steps("a checkpoint was saved")
         written = io.BytesIO()
-        torch.save(self.randomness.state_dict(), written)
+        states, before_read = self.randomness.state_dict(), self._before_read.state_dict()
+        of_read = {it: {"row": self._last_read, "before_read": before_read[it]} for it in states}
+        torch.save({it: {**states[it], **of_read[it]} for it in states}, written)
         group = context.data_parallel_group()
         received = gather_bytes(group, "save the replicas' random states", written.getvalue())
         parts = [torch.load(io.BytesIO(data), weights_only=True) for data in received]
@@ -200,8 +229,15 @@ class ReplicaSteps:
 
         All instances call the method. Instance 0 reads the file, because other hosts may have no copy of it.
         """
+        self.randomness.load_state_dict(self._saved_in(folder))
+
+    def resume(self, folder: Path) -> None:
+        """Load the states that the checkpoint in ``folder`` has when the next epoch begins, in its middle."""
+        self._resumed_from = folder
+
+    def _saved_in(self, folder: Path) -> dict[int, Any]:
         file, group = folder / _FILE, context.data_parallel_group()
         found = file.read_bytes() if is_main() and file.exists() else b""
         saved = gather_bytes(group, "load the replicas' random states", found)[0]
-        if saved:
-            self.randomness.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
+        states = torch.load(io.BytesIO(saved), weights_only=True) if saved else {}
+        return {replica: states[str(replica)] for replica in self.replicas if str(replica) in states}
