@@ -3,6 +3,7 @@
 Needs the package ``accelerate``. One line changes: ``from popdist.accelerate import Accelerator``.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,23 +15,22 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from popdist.errors import BatchError, WeightsError
+from popdist.errors import BatchError, PopdistWarning, WeightsError
 from popdist.job import context
 from popdist.step.training.replicated_model import ReplicatedModel
-from popdist.trainers.loop_turns import LoopTurns
-from popdist.trainers.replica_rows import (
-    ReplicaScopes,
-    RowSampler,
-    RowStream,
+from popdist.trainers.evaluated_batches import (
     SeededStream,
     WholeRows,
-    options_of,
-    row_options,
+    num_counted_batches,
+    repeats_samples,
     seeded_options,
 )
+from popdist.trainers.loop_turns import LoopTurns
+from popdist.trainers.replica_rows import ReplicaScopes, RowSampler, RowStream, options_of, row_options
 from popdist.trainers.replica_steps import ReplicaSteps
 from popdist.trainers.versions import check_version
 
@@ -39,6 +39,10 @@ check_version(accelerate)
 _ONE_LOOP = (
     "Train on one loader, whose samples may contain samples of two datasets, and evaluate where "
     "accelerator.sync_gradients is True"
+)
+_REPEATED = (
+    "accelerator.gather() keeps samples that are repeated in an evaluation's last batches, and another number of "
+    "instances repeats other samples: call accelerator.gather_for_metrics(), which leaves them out"
 )
 _ACCUMULATE = "Accelerator(gradient_accumulation_steps=N) and `with accelerator.accumulate(model):`"
 
@@ -78,7 +82,7 @@ class Accelerator(accelerate.Accelerator):
         self.num_replicas = context.num_replicas()
         self.replica_steps: ReplicaSteps | None = None
         self.deals_rows = self.gathers_later = self.is_predicting = False
-        self._counts_instances = False
+        self._counts_instances = self._drops_repeated = False
         self.loop_turns: LoopTurns | None = None
         self._loaded_from: Path | None = None
         if self.num_replicas > 1:
@@ -306,13 +310,32 @@ class Accelerator(accelerate.Accelerator):
         turns.end_micro_batch()
 
     def gather(self, tensor: Any) -> Any:
-        """Gather as accelerate does; in a model's call return ``tensor`` if ``log`` gathers metrics later."""
-        return tensor if self._gathers_later_now else super().gather(tensor)
+        """Gather as accelerate does for several processes: numbers become tensors with one dimension.
+
+        In a model's call return ``tensor`` if ``log`` gathers metrics later.
+        """
+        if self._gathers_later_now:
+            return tensor
+        loader = self.gradient_state.active_dataloader
+        if not self._drops_repeated and repeats_samples(loader) and loader.end_of_dataloader:
+            warnings.warn(_REPEATED, PopdistWarning, stacklevel=2)
+        gathered = super().gather(tensor)
+        return gathered if self.num_replicas == 1 else recursively_apply(torch.atleast_1d, gathered)
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather as accelerate does; in a model's call return ``input_data`` if ``log`` gathers metrics later."""
-        gather = super().gather_for_metrics
-        return input_data if self._gathers_later_now else gather(input_data, *args, **kwargs)
+        """Gather as accelerate does, without repeated samples; numbers, without the numbers of repeated batches.
+
+        In a model's call return ``input_data`` if ``log`` gathers metrics later.
+        """
+        if self._gathers_later_now:
+            return input_data
+        gather, self._drops_repeated = super().gather_for_metrics, True
+        try:
+            if isinstance(input_data, Tensor) and input_data.ndim == 0 and self.num_replicas > 1:
+                return self.gather(input_data)[: num_counted_batches(self.gradient_state.active_dataloader)]
+            return gather(input_data, *args, **kwargs)
+        finally:
+            self._drops_repeated = False
 
     @property
     def _gathers_later_now(self) -> bool:

@@ -2,7 +2,7 @@
 
 Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
 popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs,
-popdist.trainers.loop_turns and popdist.trainers.versions.
+popdist.trainers.loop_turns, popdist.trainers.evaluated_batches and popdist.trainers.versions.
 """
 
 import re
@@ -70,7 +70,9 @@ for drop_last, split, workers in ((False, False, 2), (True, False, 0), (False, T
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split))
     loader = DataLoader(Noisy(), batch_size=4, drop_last=drop_last, num_workers=workers)
     assert loader.dataset.x is accelerator.prepare(loader).dataset.x
-    rows = [accelerator.gather_for_metrics(x) for x in accelerator.prepare(loader)]
+    prepared = accelerator.prepare(loader)
+    rows = [accelerator.gather_for_metrics(x) for x in prepared]
+    rows += [accelerator.gather_for_metrics(x.mean()) for x in prepared]
     stream = DataLoader(Stream(), batch_size=4, drop_last=drop_last, collate_fn=noisy)
     torch.manual_seed(1)
     rows += [accelerator.gather_for_metrics(x) for x in accelerator.prepare(stream)]
@@ -92,7 +94,7 @@ def test_evaluations_read_the_same_batches(poprun: Poprun, tmp_path: Path) -> No
         finished = poprun("--num-instances", number, "--num-replicas", "4", sys.executable, str(script))
         found.append(_lines(finished.succeeded_but_for_torch(), "evaluated "))
 
-    assert [int(line.split()[1]) for line in found[0]] == [54 + 64, 48 + 48, 54 + 56, 52 + 52]
+    assert [int(line.split()[1]) for line in found[0]] == [54 + 14 + 64, 48 + 12 + 48, 54 + 54 + 56, 52 + 52 + 52]
     assert found[0] == found[1] == found[2]
 
 

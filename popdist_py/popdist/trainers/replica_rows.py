@@ -1,6 +1,5 @@
 """The training data of this instance's replicas: rows of batches, dealt as another library deals to processes."""
 
-import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from popdist.data.randomness import ReplicaRandomness, isolated
+from popdist.data.randomness import ReplicaRandomness
 from popdist.job import context
 from popdist.trainers.replica_steps import ReplicaSteps
 
@@ -66,23 +65,6 @@ class _Batches:
     def __iter__(self) -> Iterator[Any]:
         """Yield a copy of each batch of indices, because accelerate's samplers extend the last batch in place."""
         return map(list, self._batches)
-
-
-class WholeRows:
-    """The batches of ``batch_sampler``, but not a last row that has fewer than ``width`` batches."""
-
-    def __init__(self, batch_sampler: Any, width: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.sampler = getattr(batch_sampler, "sampler", None)  # accelerate tells it the epoch
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = True
-        self._width = width
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler) // self._width * self._width
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.batch_sampler, len(self))
 
 
 def no_steps() -> None:
@@ -194,58 +176,14 @@ class RowDataset(Dataset[Any]):
         batches = []
         for replica, indices in zip(self.scopes.replicas, row, strict=True):
             with self.scopes.of(replica, 0):
-                batches.append(self.collate_fn(_samples_of(self.dataset, indices)))
+                batches.append(self.collate_fn(samples_of(self.dataset, indices)))
         return batches
 
 
-class SeededDataset(Dataset[Any]):
-    """A dataset that returns batches of an evaluation: their random numbers follow from their samples' indices.
-
-    An attribute that the class does not have is the attribute of the dataset ``dataset``.
-    """
-
-    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
-        self.dataset = dataset
-        self._collate_fn = collate_fn
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not set yet, while this object is copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __getitems__(self, indices: Iterable[int]) -> Any:
-        """Return the batch of the samples ``indices``; torch calls this."""
-        chosen = list(indices)
-        return _seeded(chosen, lambda: self._collate_fn(_samples_of(self.dataset, chosen)))
-
-
-def _seeded(key: object, read: Callable[[], T]) -> T:
-    """Return ``read()``, whose random numbers follow from ``key``; then restore the random states."""
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-
-    def seed_and_read(reseed: Callable[[int], None]) -> T:
-        reseed(seed)
-        return read()
-
-    return isolated(seed_and_read)
-
-
-def _samples_of(dataset: Any, indices: list[int]) -> list[Any]:
+def samples_of(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return the samples of ``dataset`` with the numbers ``indices``, read at once if the dataset can do this."""
     many = getattr(dataset, "__getitems__", None)
     return list(many(indices)) if many else [dataset[index] for index in indices]
-
-
-def seeded_options(loader: Any, batch_sampler: Any) -> dict[str, Any]:
-    """Return the options of a DataLoader whose items are batches of an evaluation, by ``batch_sampler``."""
-    dataset = SeededDataset(loader.dataset, loader.collate_fn)
-    return {**options_of(loader), "dataset": dataset, "batch_sampler": batch_sampler, "collate_fn": _as_it_is}
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def options_of(loader: Any) -> dict[str, Any]:
@@ -280,14 +218,14 @@ class RowStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield for each step a row with one batch for each local replica."""
         self.scopes.begin_epoch()
-        for number, batches in enumerate(self._steps()):
+        for number, batches in enumerate(self.samples_of_steps()):
             row = Row[Any]()
             for replica in self.scopes.replicas:
                 with self.scopes.of(replica, number):
                     row.append(self.collate_fn(batches[replica]))
             yield row
 
-    def _steps(self) -> Iterator[list[list[Any]]]:
+    def samples_of_steps(self) -> Iterator[list[list[Any]]]:
         """Yield for each step the samples of all replicas. Without ``drop_last``, the first samples fill up an
         incomplete last step.
         """
@@ -300,14 +238,3 @@ class RowStream(IterableDataset[Any]):
             while len(step) < size:
                 step = (step + first)[:size]
             yield [step[start : start + self.batch_size] for start in range(0, size, self.batch_size)]
-
-
-class SeededStream(RowStream):
-    """An IterableDataset for an evaluation: its batches are dealt to the instances of the job in turn."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of this instance; the random numbers of a batch follow from the batch's number."""
-        own = slice(context.instance_index(), None, context.num_instances())
-        for step, batches in enumerate(self._steps()):
-            for place, samples in list(enumerate(batches))[own]:
-                yield _seeded((step, place), partial(self.collate_fn, samples))
