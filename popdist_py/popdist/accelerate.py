@@ -28,6 +28,7 @@ from popdist.trainers.evaluated_batches import (
     num_counted_batches,
     repeats_samples,
     seeded_options,
+    seeded_turns,
 )
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_rows import ReplicaScopes, RowSampler, RowStream, options_of, row_options
@@ -41,8 +42,8 @@ _ONE_LOOP = (
     "accelerator.sync_gradients is True"
 )
 _REPEATED = (
-    "accelerator.gather() keeps samples that are repeated in an evaluation's last batches, and another number of "
-    "instances repeats other samples: call accelerator.gather_for_metrics(), which leaves them out"
+    "accelerator.gather() keeps samples that are repeated in an evaluation's last batches. Another number of "
+    "instances repeats other samples. Call accelerator.gather_for_metrics(), which leaves them out"
 )
 _ACCUMULATE = "Accelerator(gradient_accumulation_steps=N) and `with accelerator.accumulate(model):`"
 
@@ -431,7 +432,7 @@ class PreparedLoader:
                 raise BatchError(f"an evaluation began in the middle of an optimizer step. {_ONE_LOOP}")
             steps.draw_of_loader()
         self._last = dealt
-        return iter(dealt)
+        return seeded_turns(dealt)
 
     def __len__(self) -> int:
         """Return the number of batches of one replica; if an evaluation began last, of this instance's share."""

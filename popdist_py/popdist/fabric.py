@@ -203,10 +203,18 @@ class TurnLoader:
         if self._evaluates:
             if steps is not None:
                 steps.draw_of_loader()  # as each process of Fabric does
-            return iter(self._loader) if self._rows is None else (batch for row in self._rows for batch in row)
+            return iter(self._loader) if self._rows is None else self._evaluated()
         if self._rows is None:
             raise BatchError(
                 "the loader deals no samples to replicas: use a DataLoader with a batch_size, over a dataset with "
                 "a length, and fabric.setup_dataloaders(loader) with use_distributed_sampler=True"
             )
         return self._strategy.turns(self._rows)
+
+    def _evaluated(self) -> Iterator[Any]:
+        """Yield each local replica's batches in turn; the loop's body draws the replica's random numbers."""
+        steps = self._strategy.steps
+        for row in self._rows:
+            for replica, batch in zip(context.local_replicas(), row, strict=True):
+                with nullcontext() if steps is None else steps.scope_of(replica):
+                    yield batch

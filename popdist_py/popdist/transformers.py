@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.trainer_utils import get_last_checkpoint
@@ -216,8 +216,10 @@ class Replicated(_Base):
 
 def _num_repeated(loader: Any) -> int:
     """Return the number of an evaluation's batches that repeat batches, so that each instance has as many."""
-    dealt = loader.batch_sampler
-    return len(dealt) * dealt.num_processes - len(dealt.batch_sampler) if dealt is not None else 0
+    dealt = getattr(loader, "batch_sampler", None)
+    if not isinstance(dealt, BatchSamplerShard):
+        return 0
+    return len(dealt) * int(dealt.num_processes) - len(dealt.batch_sampler)
 
 
 class Trainer(Replicated, transformers.Trainer):
@@ -319,6 +321,11 @@ def _refuse(args: Any) -> None:
             raise BatchError(
                 f"TrainingArguments({name}=...): {reason}. Leave {name} out, or use transformers.Trainer"
             )
+    if args.accelerator_config.split_batches:
+        raise BatchError(
+            "accelerator_config with split_batches: the Trainer would weight an evaluation's losses by whole "
+            "batches. Leave split_batches out, and choose the batch sizes of one replica"
+        )
     if args.n_gpu > 1:
         raise BatchError(
             f"the Trainer would use {args.n_gpu} GPUs by DataParallel: start one instance for each GPU with "

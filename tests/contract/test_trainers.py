@@ -284,7 +284,23 @@ def dispatched():
     from accelerate.utils import DataLoaderConfiguration
     begin(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
 
+def own_generator():
+    class Noisy(torch.utils.data.Dataset):
+        def __init__(self):
+            self.drawn_by = torch.Generator()
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.rand(4, generator=self.drawn_by)
+
+    accelerator, model, optimizer = begin()
+    model, loader = accelerator.prepare(model, DataLoader(Noisy(), batch_size=2))
+    next(iter(loader))
+
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
+calls += (own_generator,)
 """
 
 REFUSED_OF_LIGHTNING = """
@@ -468,12 +484,23 @@ def gathered():
         return loss - self.accelerator.gather(loss.detach()).mean()
     train(type("Mine", (Trainer,), {"compute_loss": gather}))
 
-calls = own_step, raw_loader, by_batch, gathered
+def split():
+    train(accelerator_config={"split_batches": True})
+
+def raw_loader_of_evaluation():
+    own = type("Mine", (Trainer,), {"get_eval_dataloader": lambda _self, _data=None: DataLoader(data, 8)})
+    arguments = TrainingArguments("nothing", use_cpu=True, report_to=[])
+    trainer = own(model=Net(4, 2), args=arguments, train_dataset=data, eval_dataset=data)
+    raise ValueError(f"no error: {trainer.evaluate()['eval_loss'] > 0}")
+
+calls = own_step, raw_loader, by_batch, gathered, split, raw_loader_of_evaluation
 """
 TRAINER_SAYS = {
     "own_step": "BatchError: Mine.training_step would get the batches of several replicas",
     "raw_loader": "BatchError: get_train_dataloader() returned DataLoader",
     "by_batch": "BatchError: TrainingArguments(batch_eval_metrics=...)",
+    "split": "BatchError: accelerator_config with split_batches",
+    "raw_loader_of_evaluation": "ValueError: no error: True",
     "gathered": "CollectiveError: a collective of torch.distributed within a micro batch",
 }
 LIGHTNING = "BatchError: popdist.lightning.ReplicatedStrategy with 2 replicas: "
@@ -488,6 +515,7 @@ SAYS = {
     "batch_sampler": "BatchError: the loader has a DistributedSampler",
     "uneven": "BatchError: even_batches=False",
     "dispatched": "BatchError: dispatch_batches=True",
+    "own_generator": "BatchError: Noisy.drawn_by is a random generator of the program's own",
 }
 LIGHTNING_SAYS = {
     "manual": f"{LIGHTNING}automatic_optimization=False",

@@ -143,6 +143,10 @@ class ReplicaRandomness:
         states = other._states[replica]  # noqa: SLF001 - an attribute of the same class
         self._states[replica] = replace(states, numpy=copy.deepcopy(states.numpy))
 
+    def become_programs(self, replica: int) -> None:
+        """Let the program, outside of all replicas' contexts, go on with the random states of ``replica``."""
+        _exchange(_programs, self._states[replica], None)
+
     def state_dict(self) -> dict[str, dict[str, object]]:
         """Return the random states of each local replica, by the replica's job-wide number as a string; the dicts
         of all instances together have the states of the whole job.
@@ -415,6 +419,11 @@ def isolated(work: Callable[[Reseed], T]) -> T:
         return work(_reseed(_GENERATORS))
     finally:
         restore()
+
+
+def seed_all(number: int) -> None:
+    """Give all random generators the 64-bit number ``number`` as seed."""
+    _reseed(_GENERATORS)(number)
 
 
 def remember_states() -> Callable[[], None]:

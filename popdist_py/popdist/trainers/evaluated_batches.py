@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Dataset
 
-from popdist.data.randomness import isolated
+from popdist.data.randomness import remember_states, seed_all
 from popdist.job import context
-from popdist.trainers.replica_rows import Collate, RowStream, options_of, samples_of
+from popdist.trainers.replica_rows import Collate, RowStream, options_of, read_alike, samples_of
 
 T = TypeVar("T")
 
@@ -57,7 +57,10 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, indices: Iterable[int]) -> Any:
         """Return the batch of the samples ``indices``; torch calls this."""
         chosen = list(indices)
-        return _seeded(chosen, lambda: self._collate_fn(samples_of(self.dataset, chosen)))
+        return _seeded(chosen, partial(read_alike, partial(self._read, chosen), self.dataset, self._collate_fn))
+
+    def _read(self, indices: list[int]) -> Any:
+        return self._collate_fn(samples_of(self.dataset, indices))
 
 
 class SeededStream(RowStream):
@@ -68,18 +71,37 @@ class SeededStream(RowStream):
         own = slice(context.instance_index(), None, context.num_instances())
         for step, batches in enumerate(self.samples_of_steps()):
             for place, samples in list(enumerate(batches))[own]:
-                yield _seeded((step, place), partial(self.collate_fn, samples))
+                read = partial(self.collate_fn, samples)
+                yield _seeded((step, place), partial(read_alike, read, self.collate_fn))
 
 
 def _seeded(key: object, read: Callable[[], T]) -> T:
     """Return ``read()``, whose random numbers follow from ``key``; then restore the random states."""
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-
-    def seed_and_read(reseed: Callable[[int], None]) -> T:
-        reseed(seed)
+    restore = _seed_for(key)
+    try:
         return read()
+    finally:
+        restore()
 
-    return isolated(seed_and_read)
+
+def _seed_for(key: object) -> Callable[[], None]:
+    """Give the random generators a hash of ``key`` as seed; return a function that restores the states."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    restore = remember_states()
+    seed_all(int.from_bytes(digest, "little"))
+    return restore
+
+
+def seeded_turns(batches: Iterable[T]) -> Iterator[T]:
+    """Yield the batches of this instance; the random numbers in the loop's body follow from the batch's number."""
+    number, step = context.instance_index(), context.num_instances()
+    for batch in batches:
+        restore = _seed_for(("body", number))
+        try:
+            yield batch
+        finally:
+            restore()
+        number += step
 
 
 def seeded_options(loader: Any, batch_sampler: Any) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from popdist.data.randomness import ReplicaRandomness
+from popdist.errors import BatchError
 from popdist.job import context
+from popdist.step.checks.python_state import generator_states
 from popdist.trainers.replica_steps import ReplicaSteps
 
 T = TypeVar("T")
@@ -176,14 +178,38 @@ class RowDataset(Dataset[Any]):
         batches = []
         for replica, indices in zip(self.scopes.replicas, row, strict=True):
             with self.scopes.of(replica, 0):
-                batches.append(self.collate_fn(samples_of(self.dataset, indices)))
+                batches.append(read_alike(partial(self._read, indices), self.dataset, self.collate_fn))
         return batches
+
+    def _read(self, indices: list[int]) -> Any:
+        return self.collate_fn(samples_of(self.dataset, indices))
 
 
 def samples_of(dataset: Any, indices: list[int]) -> list[Any]:
     """Return the samples of ``dataset`` with the numbers ``indices``, read at once if the dataset can do this."""
     many = getattr(dataset, "__getitems__", None)
     return list(many(indices)) if many else [dataset[index] for index in indices]
+
+
+def read_alike(read: Callable[[], T], *owners: object) -> T:
+    """Return ``read()``, a batch that is read by ``owners``, such as a dataset.
+
+    Raises:
+        BatchError: If this instance has several replicas, and an owner has drawn from a random generator of its
+            own, which the replicas would share.
+    """
+    if context.num_local_replicas() == 1:
+        return read()
+    before = generator_states(*owners)
+    batch = read()
+    for name, state in generator_states(*owners).items():
+        if before.get(name) != state:
+            raise BatchError(
+                f"{name} is a random generator of the program's own, and the {context.num_local_replicas()} "
+                "replicas of this instance would share the generator. Draw from the global generators of torch, "
+                "numpy or Python, which each replica has for itself; give a collator no seed"
+            )
+    return batch
 
 
 def options_of(loader: Any) -> dict[str, Any]:
@@ -222,7 +248,7 @@ class RowStream(IterableDataset[Any]):
             row = Row[Any]()
             for replica in self.scopes.replicas:
                 with self.scopes.of(replica, number):
-                    row.append(self.collate_fn(batches[replica]))
+                    row.append(read_alike(partial(self.collate_fn, batches[replica]), self.collate_fn))
             yield row
 
     def samples_of_steps(self) -> Iterator[list[list[Any]]]:

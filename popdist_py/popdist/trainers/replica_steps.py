@@ -1,6 +1,8 @@
 """The optimizer steps of all replicas in a training loop of another library, such as accelerate."""
 
+import hashlib
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import popdist.step.checks  # noqa: F401 - makes the checks of steps
 from popdist.data.randomness import ReplicaRandomness
-from popdist.errors import BatchError
+from popdist.errors import BatchError, PopdistWarning
 from popdist.job import context
 from popdist.job.collectives import gather_bytes
 from popdist.job.instances import is_main
@@ -125,6 +128,8 @@ class ReplicaSteps:
         """
         self._check_not_left()
         self.draw_of_loader()
+        if not self._has_states:
+            _check_seeds()
         _ = self.randomness
         if self._resumed_from is not None:
             self._saved = self._saved_in(self._resumed_from)
@@ -209,8 +214,9 @@ class ReplicaSteps:
         self._check_between_steps("a checkpoint was saved")
         written = io.BytesIO()
         states, before_read = self.randomness.state_dict(), self._before_read.state_dict()
-        of_read = {it: {"row": self._last_read, "before_read": before_read[it]} for it in states}
-        torch.save({it: {**states[it], **of_read[it]} for it in states}, written)
+        program = _programs_randomness().state_dict()["0"]
+        more = {it: {"row": self._last_read, "before_read": before_read[it], "program": program} for it in states}
+        torch.save({it: {**states[it], **more[it]} for it in states}, written)
         group = context.data_parallel_group()
         received = gather_bytes(group, "save the replicas' random states", written.getvalue())
         parts = [torch.load(io.BytesIO(data), weights_only=True) for data in received]
@@ -225,7 +231,7 @@ class ReplicaSteps:
             unfinished.replace(folder / _FILE)
 
     def load(self, folder: Path) -> None:
-        """Load the random states of this instance's replicas, if the checkpoint in ``folder`` has them.
+        """Load the random states of this instance's replicas and of the program, if ``folder`` has them.
 
         All instances call the method. Instance 0 reads the file, because other hosts may have no copy of it.
         """
@@ -240,4 +246,39 @@ class ReplicaSteps:
         found = file.read_bytes() if is_main() and file.exists() else b""
         saved = gather_bytes(group, "load the replicas' random states", found)[0]
         states = torch.load(io.BytesIO(saved), weights_only=True) if saved else {}
-        return {replica: states[str(replica)] for replica in self.replicas if str(replica) in states}
+        found_here = {replica: states[str(replica)] for replica in self.replicas if str(replica) in states}
+        for of_replica in list(found_here.values())[:1]:
+            program = _programs_randomness()
+            program.load_state_dict({0: of_replica["program"]})
+            program.become_programs(0)
+        return found_here
+
+
+def _programs_randomness() -> ReplicaRandomness:
+    """Return random states that are a copy of the program's states."""
+    randomness = ReplicaRandomness(0, range(1))
+    randomness.begin_as_program(torch.device("cpu"))
+    return randomness
+
+
+def _check_seeds() -> None:
+    """Compare torch's random state between instances, before each replica copies the state of its process.
+
+    Raises:
+        BatchError: If the states differ, and this instance has several replicas. Processes of the library may
+            differ, so with one replica in each instance the error is a PopdistWarning.
+    """
+    group = context.data_parallel_group()
+    if len(group.instances) == 1:
+        return
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=4).digest()
+    found = group.start("compare random states", [int.from_bytes(digest, "little")]).wait()
+    if len({number for (number,) in found}) > 1:
+        text = (
+            "the instances begin this training with different random states of torch, so the weights depend on "
+            "the number of instances. Seed all instances alike: no seed may contain a rank, and "
+            "accelerate's set_seed has no device_specific=True"
+        )
+        if context.num_local_replicas() > 1:
+            raise BatchError(text)
+        warnings.warn(text, PopdistWarning, stacklevel=2)

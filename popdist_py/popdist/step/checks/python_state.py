@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -37,6 +38,10 @@ MOST_DEPTH: Final = 3
 
 LARGE_BYTES: Final = 1 << 20
 """The largest tensor or array whose values are compared; otherwise only writes and identity are compared."""
+
+_GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+_GLOBAL: Final = (torch.default_generator, random.seed.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
@@ -171,6 +176,25 @@ def next_fault() -> str | None:
     fault = next(iter(_faults), None)
     _faults.clear()
     return fault
+
+
+def generator_states(*owners: object) -> dict[str, Fingerprint]:
+    """Return digests of the random generators in attributes of ``owners`` and of the attributes' values; without
+    the global generators.
+    """
+    found: dict[str, Fingerprint] = {}
+    for owner in owners:
+        outer = getattr(owner, "__self__", owner)
+        for name, value in _attributes_of(outer):
+            path = f"{type(outer).__name__}.{name}"
+            inner = [(path, value), *((f"{path}.{it}", attribute) for it, attribute in _attributes_of(value))]
+            own = [(known, it) for known, it in inner if isinstance(it, _GENERATORS) and it not in _GLOBAL]
+            found |= {known: _fingerprint_of(it) for known, it in own}
+    return found
+
+
+def _attributes_of(value: object) -> list[tuple[str, object]]:
+    return [] if isinstance(value, type | ModuleType) else list(getattr(value, "__dict__", {}).items())
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
