@@ -315,6 +315,8 @@ def law_what_cannot_be_a_group_is_refused() -> None:
     ):
         with refused(popdist.WeightsError, pattern):
             popdist.ReplicatedModel(nn.Sequential(norm), batch_norm_group_size=number)
+    with refused(popdist.WeightsError, "layer 0 of Sequential is a SyncBatchNorm.*batch_norm_group_size=k"):
+        popdist.ReplicatedModel(nn.Sequential(nn.SyncBatchNorm(4)))
     module = net()
     model = popdist.ReplicatedModel(module, batch_norm_group_size=number)
     with refused(popdist.WeightsError, f"with batch_norm_group_size={number} already, and this one has 1"):

@@ -207,3 +207,15 @@ def law_a_name_that_is_no_text_is_told_to_all(folder: Path) -> None:
     popdist.barrier()
     with refused(popdist.CheckpointError, "is no folder of checkpoints"):
         save(file, value=1)
+
+
+def law_weights_that_differ_are_not_saved(folder: Path) -> None:
+    """One instance has moved a weight by itself, and no later step has told so."""
+    model, optimizer = make(seed=0)
+    if popdist.num_instances() == 1:
+        return
+    if is_last():
+        torch.nn.init.zeros_(model.weight)
+    with refused(popdist.WeightsError, "the weights of the instances are no longer equal: "):
+        save(folder, model=model, optimizer=optimizer)
+    assert files_in(folder) == []

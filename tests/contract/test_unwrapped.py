@@ -35,6 +35,12 @@ def test_a_forgotten_wrapper_is_refused(forked_world: ForkedWorlds, program: Cal
         )
 
 
+def test_torchs_wrapper_is_refused_with_several_replicas_in_an_instance(forked_world: ForkedWorlds) -> None:
+    """Two instances of two replicas each."""
+    program = programs.with_ddp_of_several_replicas
+    forked_world(program, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS)
+
+
 def test_a_wrapper_within_a_replica_is_none_over_the_replicas(forked_world: ForkedWorlds) -> None:
     """Two replicas of two instances each."""
     forked_world(programs.sharded_within_a_replica, num_instances=4, tensor=2, timeout_seconds=DEADLINE_SECONDS)

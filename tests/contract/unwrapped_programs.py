@@ -247,3 +247,14 @@ def alone_on_purpose() -> None:
         if popdist.is_main():
             model(x).sum().backward()
     assert lone_steps.number == len(rows)
+
+
+def with_ddp_of_several_replicas() -> None:
+    """DistributedDataParallel takes each instance for one replica."""
+    popdist.init(torch_distributed=True, timeout_seconds=TIMEOUT_SECONDS)
+    model = DistributedDataParallel(net())
+    before = copy.deepcopy(model.state_dict())
+    with refused(popdist.OptimizerError, r"mean over \d instances, and the job has \d replicas.*ReplicatedModel"):
+        train(model)
+    for name, value in model.state_dict().items():
+        assert bool((value == before[name]).all()), name

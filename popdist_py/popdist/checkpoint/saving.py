@@ -27,6 +27,8 @@ from popdist.ground.local_tensors import is_distributed
 from popdist.job import context
 from popdist.job.collectives import gather_bytes, gather_json
 from popdist.job.weights import sums_of
+from popdist.step.checks.tensor_changes import check_equal
+from popdist.step.training.replicated_model import ReplicatedModel
 
 
 def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:
@@ -60,10 +62,14 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
             wrong, or the parts of a model do not fit together; on every instance.
         CollectiveError: If the instances do not all make the same call.
         NotInitializedError: Before ``popdist.init()``.
+        WeightsError: If the weights of a ``ReplicatedModel`` differ between instances; on every instance.
         BackendError: If an instance was lost or did not come in time.
     """
     call = f"checkpoint.save({checkpoint_folder.name_of(path)!r}, keep={keep}, step={step}, {', '.join(named)})"
     group, folder = whole_job(call), Path(path)
+    for model in named.values():
+        if isinstance(model, ReplicatedModel):
+            check_equal(model.module)
     gathered = gather_sharded(named, keep=context.environment().contract.data_parallel_index == 0)
     with together(group, call):
         _check(keep, step, named)

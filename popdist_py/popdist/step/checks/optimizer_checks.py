@@ -73,7 +73,13 @@ def _check_optimizer_step(
             _check_all_are_wrapped(optimizer)
         if not makes_gradients:
             _check_gradients(optimizer)
-    return with_closure(optimizer, args, kwargs, lambda: _check_gradients(optimizer))
+
+    def check_after_closure() -> None:
+        if running_steps:
+            _refuse_running(optimizer)
+        _check_gradients(optimizer)
+
+    return with_closure(optimizer, args, kwargs, check_after_closure)
 
 
 def _check_gradients(optimizer: Optimizer) -> None:
@@ -125,6 +131,12 @@ def _refuse_lone_gradients(optimizer: Optimizer) -> None:
     if now.num_bytes - before.num_bytes >= sum(it.nbytes for it in alone):
         return  # the program itself adds the gradients over the instances
     is_torch_called, found = now.num_calls > before.num_calls, "nothing has added up their gradients"
+    if is_torch_called and context.num_local_replicas() > 1 and _are_reduced_by_torch(optimizer, alone):
+        raise OptimizerError(
+            f"DistributedDataParallel takes the mean over {context.num_instances()} instances, and the job has "
+            f"{context.num_replicas()} replicas. Use popdist.ReplicatedModel in its place, and write\n{LOOP}\n\n"
+            "or start one instance for each replica"
+        )
     if not training_loop.num_loader_passes and not any(map(is_distributed, alone)):
         # perhaps all instances train the same model, or each instance trains its own model
         lone_steps.number += not is_torch_called
@@ -194,16 +206,12 @@ def _belongs_to_another(parameter: Tensor, optimizer: Optimizer) -> bool:
 
 
 def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
-    """Raise MicroBatchError if a model that the optimizer updates is in the middle of a step, or has no gradient
-    because its last step failed.
+    """Raise MicroBatchError if a model that the optimizer updates is in the middle of a step, which a closure may
+    end, or has no gradient because its last step failed.
     """
+    if not makes_gradients:
+        _refuse_running(optimizer)
     updated = set(map(id, parameters_of(optimizer)))
-    modules = [module for state in tuple(running_steps) if (module := state.module) is not None]
-    if any(id(parameter) in updated for module in modules for parameter in module.parameters()):
-        raise MicroBatchError(
-            "optimizer.step() before the gradients of all replicas are there: call it after the "
-            "micro_batches loop, or after model.reduce_gradients()"
-        )
     for state in tuple(lost_steps):
         module = state.module
         if module is not None and not makes_gradients and _has_nothing_for(updated, module):
@@ -214,6 +222,16 @@ def _refuse_incomplete(optimizer: Optimizer, *, makes_gradients: bool) -> None:
                 "instance. Begin the next step, which works on all instances; where an exception is caught, go on "
                 "with the next batch in place of this call"
             )
+
+
+def _refuse_running(optimizer: Optimizer) -> None:
+    updated = set(map(id, parameters_of(optimizer)))
+    modules = [module for state in tuple(running_steps) if (module := state.module) is not None]
+    if any(id(parameter) in updated for module in modules for parameter in module.parameters()):
+        raise MicroBatchError(
+            "optimizer.step() before the gradients of all replicas are there: call it after the "
+            "micro_batches loop, or after model.reduce_gradients()"
+        )
 
 
 def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:

@@ -71,6 +71,15 @@ def compare_weights(
         )
 
 
+def check_equal(module: nn.Module) -> None:
+    """Raise WeightsError on all instances if their weights differ. Every instance must call the function."""
+    group = context.data_parallel_group()
+    if len(group.instances) > 1 and context.current_job().is_checked:
+        sums = sum_parameters(module)
+        words = [word for (word,) in group.start("compare the weights of all instances", [sums.word]).wait()]
+        compare_weights(group, words, sums)
+
+
 def compare_copies(module: nn.Module) -> None:
     """Raise WeightsError if the instances that share a pipeline stage have different copies of a parameter, or
     shards of a parameter that do not fit together.

@@ -187,9 +187,21 @@ def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def group_norms(module: nn.Module, size: int) -> None:
-    """Make the BatchNorm layers of ``module`` normalise over ``size`` replicas together; 1 changes nothing."""
+    """Make the BatchNorm layers of ``module`` normalise over ``size`` replicas together; 1 changes nothing.
+
+    Raises:
+        WeightsError: If a layer cannot do this; or if ``size`` is 1, and a SyncBatchNorm would join no replicas.
+    """
     model = type(module).__name__
+    has_processes = context.num_local_replicas() == 1 and torch.distributed.is_initialized()
+    is_alone = size == 1 < context.num_replicas() and not has_processes
     for path, layer in module.named_modules():
+        if is_alone and isinstance(layer, SyncBatchNorm):
+            raise WeightsError(
+                f"the layer {path or type(layer).__name__} of {model} is a SyncBatchNorm, which would normalise "
+                "the samples of each replica alone. Write ReplicatedModel(module, batch_norm_group_size=k), whose "
+                "layers normalise over k replicas, or use BatchNorm"
+            )
         if not isinstance(layer, BatchNorm):
             continue
         name = f"the layer {path or type(layer).__name__} of {model}"
