@@ -264,11 +264,15 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     """Return the plan in ``file``; if this plan names no program, add the program of the command line."""
     from poprun.plan.plan_file import read_plan
-    from poprun.text.input_files import read_text
+    from poprun.text.input_files import STDIN, read_text
 
     source = _name_of(file)
     if line.verbosity:
         screen.log(f"reading the plan from {source}")
+    if file != STDIN and not os.path.exists(file):
+        raise UsageError(
+            f"--plan {file}: No such file or directory. To write a plan: poprun --dry-run --topology-format json"
+        )
     plan = read_plan(read_text(file, "--plan"), source)
     if not line.program:
         return plan

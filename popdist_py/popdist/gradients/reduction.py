@@ -403,5 +403,6 @@ def not_finite_error(found: NotFinite, gradients: GradientLayout) -> GradientErr
     """Return the error that names the parameter and the replica of a gradient with NaN or infinity."""
     return GradientError(
         f"the gradient of {gradients.names[found.parameter]} on replica {found.replica} holds NaN or infinity, so "
-        "this step has no gradient on any instance"
+        "this step has no gradient on any instance. Lower the learning rate, or catch GradientError on all "
+        "instances and go on with the next batch"
     )
