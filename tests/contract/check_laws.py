@@ -1,7 +1,9 @@
 """The laws of what is looked for in checked steps: silent without it, named on every instance with it."""
 
 import copy
+import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -343,3 +345,16 @@ def law_a_step_that_one_instance_takes_alone_is_an_error_on_all() -> None:
             popdist.barrier()
     popdist.broadcast_weights(model)
     loop(model)
+
+
+def law_dropout_in_an_evaluation_is_named() -> None:
+    """Once, in training mode and without gradients; an evaluation in the mode for it says nothing."""
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    with torch.no_grad():
+        if popdist.num_replicas() > 1:
+            with pytest.warns(popdist.PopdistWarning, match="as dropout does.*model.eval()"):
+                model(torch.ones(1, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.ones(1, 4))
+            popdist.ReplicatedModel(copy.deepcopy(model.module)).eval()(torch.ones(1, 4))

@@ -153,6 +153,10 @@ class ModelChecks:
         """Call ``forward``, a module's forward pass; return its result; record the module's changed attributes."""
         return forward()
 
+    def watch_evaluation(self, forward: Callable[[], R]) -> R:
+        """Call ``forward``, an evaluation in training mode outside of micro batches, and return its result."""
+        return forward()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChanges:

@@ -97,6 +97,7 @@ class ReplicaChecks(ModelChecks):
         self._passes_before = training_loop.num_loader_passes
         self._inputs = 0
         self._written = WrittenWeights(module)
+        self._may_warn_of_draws = True
 
     def begin_step(self, batch: Nest = None) -> StepChecks:
         """Return the checks of the step that begins: all checks, or in an unchecked step only the cheap checks."""
@@ -136,6 +137,19 @@ class ReplicaChecks(ModelChecks):
         if self._steps.is_next_checked() and self._python_state.is_watched(self._steps.number):
             return self._python_state.watch(forward)
         return forward()
+
+    def watch_evaluation(self, forward: Callable[[], R]) -> R:
+        """Call ``forward`` and return its result; warn at the first such pass that draws random numbers."""
+        before = torch.get_rng_state()
+        result = forward()
+        if self._may_warn_of_draws and not torch.equal(before, torch.get_rng_state()):
+            self._may_warn_of_draws = False
+            _warn(
+                "the model drew random numbers in training mode outside of its micro batches, as dropout does. "
+                "The results depend on the number of instances: call model.eval() before an evaluation, and "
+                "model.train() after it"
+            )
+        return result
 
 
 class WrittenWeights:

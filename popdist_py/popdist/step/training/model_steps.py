@@ -156,6 +156,8 @@ class ModelSteps:
             self._checks.note_inputs((*forward.args, *forward.keywords.values()))
         if is_outside and not self.module.training:
             return forward()
+        if is_outside and not torch.is_grad_enabled():
+            forward = partial(self._checks.watch_evaluation, forward)
         watched = partial(self._checks.watch, forward)
         return self.buffers.run_outside(watched) if is_outside else watched()
 
