@@ -3,9 +3,10 @@
 Each program of a test imports torch, and an import takes longer than most programs run. Two parts of the import
 change nothing in a program. First, each program with an optimizer imports torch's compiler, only to keep the
 compiler away from the optimizer's methods; here a method is called as it is until the program itself has imported
-the compiler. Second, Python looks for garbage among torch's modules while they are imported, and again at the
-exit; here Python leaves these objects alone. ``scripts/test`` alone runs the same tests without this module, and
-a test whose program has to exit as slowly as usual sets the environment variable SLOW_TORCH.
+the compiler. Second, Python looks for garbage among modules while they are imported, and again at the exit; here
+Python leaves the objects of torch, and of other libraries that import slowly, alone. ``scripts/test`` alone runs
+the same tests without this module, and a test whose program has to exit as slowly as usual sets the environment
+variable SLOW_TORCH.
 """
 
 import functools
@@ -18,10 +19,10 @@ from typing import Any
 
 
 class _QuickImports:
-    """Finds torch where it lies, and changes how three of its modules are run."""
+    """Finds torch and libraries around it where they lie, and changes how some of their modules are run."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the usual spec of one of the three modules, whose loader then runs the module in less time."""
+        """Return the usual spec of one of these modules, whose loader then runs the module in less time."""
         run = _RUN.get(name)
         if run is None:
             return None
@@ -34,7 +35,7 @@ class _QuickImports:
 
 
 def _run_without_collections(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Run torch's import without a collection, and keep the imported objects out of later collections."""
+    """Run an import without a collection, and keep the imported objects out of later collections."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,8 +86,18 @@ def _run_and_step_directly(execute: Callable[[ModuleType], None], module: Module
     vars(module)["_use_grad_for_differentiable"] = step_with_breaks_when_imported
 
 
+_SLOW = (
+    "torch",
+    "torch._dynamo",
+    "accelerate",
+    "lightning",
+    "transformers",
+    "transformers.trainer",
+    "jax",
+    "sklearn",
+)
 _RUN = {
-    "torch": _run_without_collections,
+    **dict.fromkeys(_SLOW, _run_without_collections),
     "torch._compile": _run_and_call_directly,
     "torch.optim.optimizer": _run_and_step_directly,
 }
