@@ -184,6 +184,8 @@ class Replicated(_Base):
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's ``prediction_step``, in which TRL's metrics describe this instance's batch."""
         step = super().prediction_step
+        if not self._has_replicas:
+            return step(*args, **kwargs)
         self.accelerator.is_predicting = True
         try:
             return step(*args, **kwargs)

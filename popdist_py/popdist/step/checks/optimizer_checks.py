@@ -133,8 +133,9 @@ def _refuse_lone_gradients(optimizer: Optimizer) -> None:
     is_torch_called, found = now.num_calls > before.num_calls, "nothing has added up their gradients"
     if is_torch_called and context.num_local_replicas() > 1 and _are_reduced_by_torch(optimizer, alone):
         raise OptimizerError(
-            f"DistributedDataParallel takes the mean over {context.num_instances()} instances, and the job has "
-            f"{context.num_replicas()} replicas. Use popdist.ReplicatedModel in its place, and write\n{LOOP}\n\n"
+            f"DistributedDataParallel or FSDP takes the mean over {context.num_instances()} instances, and the "
+            f"job has {context.num_replicas()} replicas. Use popdist.ReplicatedModel in its place, and write\n"
+            f"{LOOP}\n\n"
             "or start one instance for each replica"
         )
     if not training_loop.num_loader_passes and not any(map(is_distributed, alone)):

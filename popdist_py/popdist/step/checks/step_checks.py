@@ -140,9 +140,11 @@ class ReplicaChecks(ModelChecks):
 
     def watch_evaluation(self, forward: Callable[[], R]) -> R:
         """Call ``forward`` and return its result; warn at the first such pass that draws random numbers."""
+        if not self._may_warn_of_draws:
+            return forward()
         before = torch.get_rng_state()
         result = forward()
-        if self._may_warn_of_draws and not torch.equal(before, torch.get_rng_state()):
+        if not torch.equal(before, torch.get_rng_state()):
             self._may_warn_of_draws = False
             _warn(
                 "the model drew random numbers in training mode outside of its micro batches, as dropout does. "
