@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 import popdist
 import popdist.checkpoint.tensor_files
 from popdist.checkpoint import load_latest, save
-from popdist.phases.store_file import StoreThreads, Transfer
+from popdist.phases.store_file import StoreThreads
 from tests.contract.killed_training import Life, run_job
 
 SPLITS = (1, 2, 4)
@@ -94,15 +94,17 @@ def train(store: Path, phases: int | None, seconds: float, checkpoints: Path, li
 
 
 def count_transfers(life: Life) -> None:
-    """Have each read and write of a store count."""
-    start = StoreThreads.start
+    """Have each read and write of a store count, while others run."""
+    run = StoreThreads.run
 
-    def counted(threads: StoreThreads, pieces: Sequence[Callable[[], None]]) -> Transfer:
-        transfer = start(threads, pieces)
+    def counted(piece: Callable[[], None]) -> None:
         life.count()
-        return transfer
+        piece()
 
-    StoreThreads.start = counted  # type: ignore[assignment, method-assign] # in a process that is about to die
+    def run_counted(threads: StoreThreads, pieces: Iterable[Callable[[], None]]) -> None:
+        run(threads, [partial(counted, piece) for piece in pieces])
+
+    StoreThreads.run = run_counted  # type: ignore[assignment, method-assign] # in a process that is about to die
 
 
 def digest_of(model: nn.Module) -> str:

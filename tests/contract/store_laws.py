@@ -1,6 +1,7 @@
 """What several instances may expect of the store that they share."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,9 @@ def _shared(place: str, index: int, size: int) -> list[int]:
     assert (store.host_index, store.host_size) == (index, size)
     store.begin_step(1)
     own = make_buffer(BLOCK_BYTES).fill_(index + 1)
-    store.end_step(store.weights.file.write(index * BLOCK_BYTES, own).wait)
+    store.end_step(partial(store.weights.file.write, index * BLOCK_BYTES, own))
     back = make_buffer(BLOCK_BYTES)
-    store.weights.file.read((size - 1 - index) * BLOCK_BYTES, back).wait()
+    store.weights.file.read((size - 1 - index) * BLOCK_BYTES, back)
     store.wait_for_host()
 
     too_large = {"weight": TensorForm(dtype=torch.float32, shape=(1 << 50,), stride=(1,))}
@@ -42,7 +43,7 @@ def _shared(place: str, index: int, size: int) -> list[int]:
         store.add("gradients", too_large)
     if index == 0:
         os.truncate(store.weights.file.descriptor, 0)
-    failing = None if index else store.weights.file.read(0, own).wait
+    failing = None if index else partial(store.weights.file.read, 0, own)
     with pytest.raises(popdist.StoreError, match="instance 0 failed: " if index else "ends at byte 0"):
         store.end_step(failing)
     store.close()

@@ -25,7 +25,7 @@ from popdist.phases.phase_memory import MemoryPlace, PhaseMemory
 from popdist.phases.phase_store import PhaseStore
 from popdist.phases.phased_layers import find_layers, make_absent
 from popdist.phases.phased_weights import move_buffers
-from popdist.phases.store_file import StoreThreads, Transfer
+from popdist.phases.store_file import StoreThreads
 
 DEVICE = torch.device("meta")
 
@@ -52,10 +52,9 @@ class Device:
         self.asked_in.append(threading.current_thread())
         return len(self.asked_in)
 
-    def start(self, pieces: Sequence[Callable[[], None]]) -> Transfer:
+    def run(self, pieces: Sequence[Callable[[], None]]) -> None:
         """Move nothing."""
         self.moved_behind += {piece.args[-1]: None for piece in pieces}  # type: ignore[attr-defined] # partial
-        return Transfer()
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr(torch.accelerator, "current_stream", made.current_stream)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(empty_cache=lambda: None))
-    monkeypatch.setattr(StoreThreads, "start", lambda _, pieces: made.start(pieces))
+    monkeypatch.setattr(StoreThreads, "run", lambda _, pieces: made.run(pieces))
     return made
 
 

@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,8 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
     state = store.add("state", {"first": WEIGHT, "big": big})
     file, regions = state.file, state.regions
     data, back = bytes_of(regions["big"].length), make_buffer(regions["big"].length)
-    transfer = file.write(regions["big"].start, data)
-    transfer.wait()
-    transfer.wait()
-    file.read(regions["big"].start, back).wait()
+    file.write(regions["big"].start, data)
+    file.read(regions["big"].start, back)
     assert torch.equal(back, data)
 
     mapped = file.mapped(regions["big"], big)
@@ -68,7 +67,7 @@ def test_what_is_written_is_read(tmp_path: Path, place: str | None) -> None:
     assert store.place_of(mapped) == (file, regions["big"].start)
     assert store.place_of(data) is None
     mapped[0] += 1
-    file.read(regions["big"].start, back).wait()
+    file.read(regions["big"].start, back)
     assert torch.equal(back, data)
     del mapped
     values = torch.arange(2100).view(700, 3).T
@@ -83,7 +82,7 @@ def test_a_file_is_copied(tmp_path: Path) -> None:
     """Whole, with the digest of what stands in the copy."""
     form = TensorForm(dtype=torch.uint8, shape=(2 * PIECE_BYTES + 5,), stride=(1,))
     store = open_store(tmp_path / "store", {"w": form})
-    store.weights.file.write(0, bytes_of(store.weights.file.num_bytes)).wait()
+    store.weights.file.write(0, bytes_of(store.weights.file.num_bytes))
     digest = store.weights.file.copy_to(tmp_path / "copy")
     store.close()
 
@@ -115,9 +114,9 @@ def test_a_torn_store_says_so(tmp_path: Path) -> None:
     with pytest.raises(popdist.StoreError, match=r"step 17 is half made.*load_latest"):
         store.check_whole()
     os.truncate(tmp_path / "weights", BLOCK_BYTES)
-    failed = store.weights.file.read(0, make_buffer(store.weights.file.num_bytes))
+    failing = partial(store.weights.file.read, 0, make_buffer(store.weights.file.num_bytes))
     with pytest.raises(popdist.StoreError, match=rf"weights ends at byte {BLOCK_BYTES}"):
-        store.end_step(failed.wait)
+        store.end_step(failing)
     assert store.is_torn
     store.end_step()
     store.check_whole()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from popdist.phases.phase_store import StoredTensors
 from popdist.phases.phased_layers import PhasedLayers, PhasePiece, make_absent, set_data
-from popdist.phases.store_file import Region, StoreFile, make_buffer, recorded
+from popdist.phases.store_file import Direction, Region, StoreFile, make_buffer, recorded
 from popdist.phases.used_memory import give_back_memory
 
 What: TypeAlias = Literal["weights", "state", "sum"]
@@ -33,8 +33,6 @@ class MemoryPlace(NamedTuple):
 
 Wanted: TypeAlias = Mapping[MemoryPlace, StoredTensors]
 """The stored tensors that shall be in memory, by the place in memory that they are read into."""
-
-Direction: TypeAlias = Literal["read", "write"]
 
 Move: TypeAlias = tuple[StoreFile, int, Tensor]
 """One read or write: the file, the first byte in the file, and the memory that is filled or written."""
@@ -91,9 +89,9 @@ class Mover:
 
         def move() -> None:
             start = perf_counter()
-            transfers = [getattr(file, direction)(place, memory, ready) for file, place, memory in moves]
-            for transfer in transfers:
-                transfer.wait()
+            pieces = [it for file, place, memory in moves for it in file.pieces(direction, place, memory, ready)]
+            if pieces:
+                moves[0][0].threads.run(pieces)
             num_bytes, seconds = self._moved.get(direction, (0, 0.0))
             num_bytes += sum(len(memory) for _, _, memory in moves)
             self._moved[direction] = (num_bytes, seconds + perf_counter() - start)

@@ -12,14 +12,14 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ def lay_out(forms: Mapping[str, TensorForm]) -> dict[str, Region]:
         start = regions[name].end
     return regions
 
+
+Direction: TypeAlias = Literal["read", "write"]
 
 Ready: TypeAlias = torch.Event | None
 """The event on a device after which its memory may be read or written; None for memory of the CPU."""
@@ -146,24 +148,8 @@ def is_in_pieces(digest: str) -> bool:
     return digest.startswith(_IN_PIECES)
 
 
-class Transfer:
-    """A read or write that has begun; until it has ended, nobody may change the memory that it uses."""
-
-    def __init__(self, pieces: Sequence[Future[None]] = ()) -> None:
-        self._pieces = pieces
-
-    def wait(self) -> None:
-        """Wait until the read or write has ended. Raise StoreError if it failed. May be called again."""
-        try:
-            failures = [piece.exception(_WAIT_SECONDS) for piece in self._pieces]
-        except TimeoutError:
-            raise StoreError(f"the store has read and written nothing in {_WAIT_SECONDS:g} seconds") from None
-        for failure in filter(None, failures):
-            raise failure
-
-
 class StoreThreads:
-    """The threads that read and write the files of one store. In a forked child, ``start()`` raises StoreError."""
+    """The threads that read and write the files of one store. In a forked child, ``run()`` raises StoreError."""
 
     def __init__(self, device: torch.device) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="popdist-store")
@@ -172,13 +158,19 @@ class StoreThreads:
         self._owner = os.getpid()
         self._is_closed = False
 
-    def start(self, pieces: Sequence[Callable[[], None]]) -> Transfer:
-        """Start the functions ``pieces`` in the threads, in this order; return a Transfer to wait for them."""
+    def run(self, pieces: Iterable[Callable[[], None]]) -> None:
+        """Run the functions ``pieces`` in the threads, and wait until all have ended. Raise the first's error."""
         if os.getpid() != self._owner:
             raise StoreError("this process was forked from one that trains in phases: only that one has the store")
         if self._is_closed:
             raise StoreError("the store is closed")
-        return Transfer([self._threads.submit(piece) for piece in pieces])
+        moving = [self._threads.submit(piece) for piece in pieces]
+        try:
+            failures = [it.exception(_WAIT_SECONDS) for it in moving]
+        except TimeoutError:
+            raise StoreError(f"the store has read and written nothing in {_WAIT_SECONDS:g} seconds") from None
+        for failure in filter(None, failures):
+            raise failure
 
     def staging(self, num_bytes: int) -> Tensor:
         """Return the calling thread's pinned memory, of ``num_bytes`` bytes, for copies to and from the device."""
@@ -212,7 +204,7 @@ class StoreFile:
         self.descriptor = descriptor
         self.num_bytes = num_bytes
         self.path = path
-        self._threads = threads
+        self.threads = threads
         self._mapped: dict[int, int] = {}
         self._direct = None if path is None else _open_direct(descriptor)
 
@@ -221,17 +213,33 @@ class StoreFile:
         """The name of the file in error messages: its path, or a text that says that it is host memory."""
         return "the store in host memory" if self.path is None else str(self.path)
 
-    def read(self, start: int, into: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to read the file, from byte ``start``, into the tensor ``into``; return a Transfer to wait for.
+    def read(self, start: int, into: Tensor) -> None:
+        """Read the file, from byte ``start``, into ``into``, a tensor as in :meth:`pieces`, and wait."""
+        self.threads.run(self.pieces("read", start, into))
 
-        ``into`` is a flat tensor of bytes, which on a device is written after the event ``ready``. ``start``, the
+    def write(self, start: int, data: Tensor) -> None:
+        """Write ``data``, a tensor as in :meth:`pieces`, at byte ``start`` of the file, and wait."""
+        self.threads.run(self.pieces("write", start, data))
+
+    def pieces(
+        self, direction: Direction, start: int, memory: Tensor, ready: Ready = None
+    ) -> list[Callable[[], None]]:
+        """Return functions for threads, each of which reads or writes a piece of the file, from byte ``start``.
+
+        ``memory`` is a flat tensor of bytes, which on a device is used after the event ``ready``. ``start``, the
         length and, on the CPU, the address are multiples of ``BLOCK_BYTES``.
         """
-        return self._begin(self._read_piece, start, into, ready)
-
-    def write(self, start: int, data: Tensor, ready: Ready = None) -> Transfer:
-        """Begin to write the tensor ``data`` at byte ``start`` of the file; return a Transfer to wait for."""
-        return self._begin(self._write_piece, start, data, ready)
+        length = len(memory)
+        if (start | length | (memory.data_ptr() if ready is None else 0)) % BLOCK_BYTES:
+            raise StoreError(f"bytes {start} to {start + length} of {self.name} are not whole blocks")
+        if not 0 <= start <= start + length <= self.num_bytes:
+            raise StoreError(
+                f"bytes {start} to {start + length} are not in {self.name}, of {self.num_bytes} bytes"
+            )
+        share = whole_blocks(-(-length // NUM_THREADS))  # so that no thread is idle
+        size = min(PIECE_BYTES, max(share, _LEAST_PIECE_BYTES))
+        run = self._read_piece if direction == "read" else self._write_piece
+        return [partial(run, start + at, memory[at : at + size], ready) for at in range(0, length, size)]
 
     def write_tensor(self, region: Region, form: TensorForm, tensor: Tensor) -> None:
         """Write ``tensor`` to the bytes ``region`` of the file, in the dtype and strides of ``form``, and wait."""
@@ -245,7 +253,7 @@ class StoreFile:
         for at in range(0, form.num_bytes, PIECE_BYTES):
             part = flat[at : at + PIECE_BYTES]
             buffer[: len(part)] = part
-            self.write(region.start + at, buffer[: whole_blocks(len(part))]).wait()
+            self.write(region.start + at, buffer[: whole_blocks(len(part))])
 
     def mapped(self, region: Region, form: TensorForm) -> Tensor:
         """Return the tensor in the bytes ``region`` of the file, mapped into memory, with the dtype and shape in
@@ -275,7 +283,7 @@ class StoreFile:
             is_shared = _share_blocks(self.descriptor, copy.fileno())
             if not is_shared:
                 allocate(copy.fileno(), self.num_bytes, str(path))
-        target = StoreFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, self.num_bytes, self._threads)
+        target = StoreFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, self.num_bytes, self.threads)
         try:
             return self._copy_pieces(None if is_shared else target)
         finally:
@@ -300,26 +308,11 @@ class StoreFile:
             if target is not None:
                 target._write_piece(starts[index], data)  # noqa: SLF001 - the method belongs to the same class
 
-        self._threads.start([partial(copy, index) for index in range(len(starts))]).wait()
+        self.threads.run(partial(copy, index) for index in range(len(starts)))
         return _digest_of(digests)
 
-    def _begin(
-        self, run: Callable[[int, Tensor, Ready], None], start: int, memory: Tensor, ready: Ready
-    ) -> Transfer:
-        length = len(memory)
-        if (start | length | (memory.data_ptr() if ready is None else 0)) % BLOCK_BYTES:
-            raise StoreError(f"bytes {start} to {start + length} of {self.name} are not whole blocks")
-        if not 0 <= start <= start + length <= self.num_bytes:
-            raise StoreError(
-                f"bytes {start} to {start + length} are not in {self.name}, of {self.num_bytes} bytes"
-            )
-        share = whole_blocks(-(-length // NUM_THREADS))  # so that no thread is idle
-        size = min(PIECE_BYTES, max(share, _LEAST_PIECE_BYTES))
-        places = range(0, length, size)
-        return self._threads.start([partial(run, start + at, memory[at : at + size], ready) for at in places])
-
     def _read_piece(self, start: int, into: Tensor, ready: Ready = None) -> None:
-        memory = into if ready is None else self._threads.staging(len(into))
+        memory = into if ready is None else self.threads.staging(len(into))
         view, done = _view(memory), 0
         while done < len(view):
             count = self._called("read", os.preadv, start + done, view[done:])
@@ -328,12 +321,12 @@ class StoreFile:
             done += count
         self._drop(start, len(into))
         if ready is not None:
-            self._threads.copy(into, memory, ready)
+            self.threads.copy(into, memory, ready)
 
     def _write_piece(self, start: int, data: Tensor, ready: Ready = None) -> None:
-        memory = data if ready is None else self._threads.staging(len(data))
+        memory = data if ready is None else self.threads.staging(len(data))
         if ready is not None:
-            self._threads.copy(memory, data, ready)
+            self.threads.copy(memory, data, ready)
         view, done = _view(memory), 0
         while done < len(view):
             done += self._called("written", os.pwritev, start + done, view[done:])

@@ -106,11 +106,11 @@ def store_figures(folder: Path, num_devices: int) -> dict[str, object]:
             file = StoreFile(descriptor, path, _STORE_BYTES, threads)
             try:
                 allocate(descriptor, _STORE_BYTES, str(path))
-                file.write(0, memory).wait()  # not measured, because the first write takes longer
+                file.write(0, memory)  # not measured, because the first write takes longer
                 for name, move in {"_write": file.write, "": file.read}.items():
                     start = perf_counter()
                     for _ in range(_NUM_MOVES):
-                        move(0, memory).wait()
+                        move(0, memory)
                     rates[name] = _NUM_MOVES * _STORE_BYTES / (perf_counter() - start)
             finally:
                 file.close()
