@@ -22,14 +22,14 @@ def run_all(folder: Path) -> tuple[list[int], list[list[int]]]:
     popdist.init(timeout_seconds=DEADLINE_SECONDS)
     index, size = popdist.instance_index(), popdist.num_instances()
     found = [_shared(place, index, size) for place in (str(folder / "shared"), "host")]
-    apart = PhaseStore.open(folder / f"{index}", FORMS, group=context.current_group(), device=torch.device("cpu"))
+    apart = PhaseStore(folder / f"{index}", FORMS, group=context.current_group(), device=torch.device("cpu"))
     numbers = [apart.host_index, apart.host_size]
     apart.close()
     return numbers, found
 
 
 def _shared(place: str, index: int, size: int) -> list[int]:
-    store = PhaseStore.open(place, FORMS, group=context.current_group(), device=torch.device("cpu"))
+    store = PhaseStore(place, FORMS, group=context.current_group(), device=torch.device("cpu"))
     assert (store.host_index, store.host_size) == (index, size)
     store.begin_step(1)
     own = make_buffer(BLOCK_BYTES).fill_(index + 1)

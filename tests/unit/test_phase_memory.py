@@ -73,7 +73,7 @@ def memory(disk_folder: Path, device: Device) -> Any:
     with DEVICE:
         layers = find_layers(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), None)
     forms = {name: TensorForm.of(it) for name, it in layers.weights.items()}
-    store = PhaseStore.open(disk_folder, forms, group=context.current_group(), device=DEVICE)
+    store = PhaseStore(disk_folder, forms, group=context.current_group(), device=DEVICE)
     made = PhaseMemory(layers, DEVICE)
     for piece in layers.pieces:
         made.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.weights)]

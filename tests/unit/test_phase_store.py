@@ -41,7 +41,7 @@ def _job_of_one() -> Iterator[None]:
 
 def open_store(place: Path | str, forms: dict[str, TensorForm] | None = None) -> PhaseStore:
     """Open a store of two weights."""
-    return PhaseStore.open(place, forms or FORMS, group=context.current_group(), device=torch.device("cpu"))
+    return PhaseStore(place, forms or FORMS, group=context.current_group(), device=torch.device("cpu"))
 
 
 def bytes_of(num_bytes: int, seed: int = 0) -> torch.Tensor:

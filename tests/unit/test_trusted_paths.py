@@ -82,7 +82,7 @@ def test_nothing_is_kept_with_another_user(foreign: Path, whose: str) -> None:
     (foreign / "call.pickle").unlink()
     popdist.init()
     with pytest.raises(popdist.StoreError, match=why):
-        PhaseStore.open(
+        PhaseStore(
             place, {"w": TensorForm.of(torch.zeros(3))}, group=context.current_group(), device=torch.device("cpu")
         )
     popdist.finalize()
@@ -123,9 +123,7 @@ def test_a_store_follows_no_link(disk_folder: Path, name: str) -> None:
     popdist.init()
     try:
         forms = {"w": TensorForm.of(torch.zeros(3))}
-        PhaseStore.open(
-            disk_folder / "store", forms, group=context.current_group(), device=torch.device("cpu")
-        ).close()
+        PhaseStore(disk_folder / "store", forms, group=context.current_group(), device=torch.device("cpu")).close()
     except popdist.StoreError as error:
         assert "lock cannot be opened" in str(error)  # noqa: PT017 - files of the model are replaced
     popdist.finalize()

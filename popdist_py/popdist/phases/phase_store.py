@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import psutil
 import torch
@@ -77,6 +77,14 @@ class StoredTensors:
 class PhaseStore:
     """The store of a phased model (a model larger than memory): a folder, or memory of the host, for its weights.
 
+    On each host the first instance makes the store, and the other instances open it.
+
+    Args:
+        place: The folder, or ``"host"`` for the memory of the host.
+        forms: The dtype, shape and strides of each weight by name, in the order of the weights in the file.
+        group: The instances that train copies of these weights, and which all make this call.
+        device: The device on which the model computes.
+
     Attributes:
         tensors: The tensors of each file, by the name of the file.
         weights: The weights by name, which have a file of their own.
@@ -85,52 +93,35 @@ class PhaseStore:
         device: The device on which the model computes.
         step: The number of the last step that was begun.
         is_torn: Whether the last step has not ended: then the weights of two steps are mixed.
+
+    Raises:
+        StoreError: On every instance, if there is no room, another job uses the store, the folder has other
+            files, or the folder is in memory although the model computes on the CPU.
     """
 
-    weights: StoredTensors
-
-    def __init__(self, folder: "_Folder | None", group: Group, device: torch.device) -> None:
-        place = HOST_MEMORY if folder is None else f"{folder.path.resolve()}"
-        places = gather_json(group, "phased(), its stores", [machine(), place])
+    def __init__(
+        self, place: str | os.PathLike[str], forms: Mapping[str, TensorForm], *, group: Group, device: torch.device
+    ) -> None:
+        self._folder = None if os.fspath(place) == HOST_MEMORY else _Folder(Path(place).absolute())
+        shared = HOST_MEMORY if self._folder is None else f"{self._folder.path.resolve()}"
+        places = gather_json(group, "phased(), its stores", [machine(), shared])
         own_index = group.instances.index(group.backend.instance_index)
         sharing = [index for index, it in enumerate(places) if it == places[own_index]]
         self.host_index, self.host_size = sharing.index(own_index), len(sharing)
         self.step, self.is_torn = 0, False
-        self.folder = folder
         self._group, self._first = group, sharing[0]
         self.device = device
         self._threads = StoreThreads(device)
         self.tensors: dict[str, StoredTensors] = {}
-        self._close = weakref.finalize(self, _close_all, self._threads, self.tensors, folder)
-
-    @classmethod
-    def open(
-        cls, place: str | os.PathLike[str], forms: Mapping[str, TensorForm], *, group: Group, device: torch.device
-    ) -> Self:
-        """Open the store of a phased model, a folder or host memory that keeps the model's weights, and return the
-        store. On each host the first instance makes the store, and the other instances open it.
-
-        Args:
-            place: The folder, or ``"host"`` for the memory of the host.
-            forms: The dtype, shape and strides of each weight by name, in the order of the weights in the file.
-            group: The instances that train copies of these weights, and which all make this call.
-            device: The device on which the model computes.
-
-        Raises:
-            StoreError: On every instance, if there is no room, another job uses the store, the folder has other
-                files, or the folder is in memory although the model computes on the CPU.
-        """
-        is_in_memory = os.fspath(place) == HOST_MEMORY
-        store = cls(None if is_in_memory else _Folder(Path(place).absolute()), group, device)
+        self._close = weakref.finalize(self, _close_all, self._threads, self.tensors, self._folder)
         try:
             with fail_together(group, "phased(), its folder", StoreError):
-                if store.folder is not None and store.host_index == 0:
-                    store.folder.claim(is_on_cpu=device.type == "cpu")
-            store.weights = store.add("weights", forms)
+                if self._folder is not None and self.host_index == 0:
+                    self._folder.claim(is_on_cpu=device.type == "cpu")
+            self.weights = self.add("weights", forms)
         except BaseException:
-            store.discard()
+            self.discard()
             raise
-        return store
 
     def begin_step(self, step: int) -> None:
         """Mark the store as torn: until step number ``step`` ends, some weights are from before the step."""
@@ -178,8 +169,8 @@ class PhaseStore:
     def discard(self) -> None:
         """Close the store, and remove its folder if this store has made the folder."""
         self.close()
-        if self.folder is not None and self.host_index == 0:
-            self.folder.remove_if_new()
+        if self._folder is not None and self.host_index == 0:
+            self._folder.remove_if_new()
 
     def add(self, name: str, forms: Mapping[str, TensorForm]) -> StoredTensors:
         """Make the store's file ``name``, such as ``weights``, with room for tensors of the forms ``forms``
@@ -191,7 +182,7 @@ class PhaseStore:
             before.file.close()
         regions = lay_out(forms)
         num_bytes = max([BLOCK_BYTES, *(it.end for it in regions.values())])
-        path = None if self.folder is None else self.folder.path / name
+        path = None if self._folder is None else self._folder.path / name
         descriptor = -1
         try:
             with fail_together(self._group, f"phased(), its {name} of {num_bytes} bytes", StoreError):
@@ -219,7 +210,7 @@ class _Folder:
         self.path = path
         self._lock = -1
         self._is_new = False
-        forks.call_in_children(self._close_lock)
+        forks.call_in_children(self.close)  # so that the lock is this process's alone
 
     def claim(self, *, is_on_cpu: bool) -> None:
         """Make the store's folder if necessary, lock it, and remove old files. Raise StoreError if that fails."""
@@ -243,10 +234,10 @@ class _Folder:
             raise StoreError(f"{self.path} cannot be a store: {error.strerror} ({error.filename})") from error
 
     def close(self) -> None:
-        """Release the lock of the folder."""
+        """Release the lock of the folder, if this process holds it."""
         if self._lock >= 0:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-        self._close_lock()
+            os.close(self._lock)
+            self._lock = -1
 
     def remove_if_new(self) -> None:
         """Remove the store's folder with its files, if this process has made the folder."""
@@ -267,7 +258,7 @@ class _Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 1000, 0).decode(errors="replace")
-            self._close_lock()
+            self.close()
             self._is_new = False
             if holder == _own_name():
                 raise StoreError(
@@ -279,11 +270,6 @@ class _Folder:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, _own_name().encode(), 0)
-
-    def _close_lock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
 
 def _own_name() -> str:

@@ -267,7 +267,7 @@ def _stored(
     forms = {name: TensorForm.of(part_itself(it)) for name, it in phased_layers.weights.items()}
     device = next((it.device for it in module.parameters() if not it.is_meta), None)
     is_meta, device = device is None, device or context.device()
-    phase_store = PhaseStore.open(store, forms, group=group, device=device)
+    phase_store = PhaseStore(store, forms, group=group, device=device)
     try:
         units = [unit.module for unit in phased_layers.units]
         for tensors in unit_weights(module, units, initialize=initialize, weights=weights):
