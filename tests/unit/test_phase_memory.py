@@ -77,7 +77,7 @@ def memory(disk_folder: Path, device: Device) -> Any:
     made = PhaseMemory(layers, DEVICE)
     for piece in layers.pieces:
         made.addresses[MemoryPlace("weights", piece.index)] = [store.weights.part(piece.weights)]
-    made.cut([[0], [1]])
+    made.cut([0, 1], [0, 1])
     yield made
     made.close()
     store.close()
@@ -105,11 +105,11 @@ def test_slots_are_given_back_before_others_are_made(memory: PhaseMemory, monkey
         return buffer
 
     monkeypatch.setattr("popdist.phases.phase_memory.make_buffer", noted)
-    memory.cut([[0], [1]])
+    memory.cut([0, 1], [0, 1])
     found: list[list[bool]] = []
     module = SimpleNamespace(empty_cache=lambda: found.append([it() is None for it in made]))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    memory.cut([[0, 1]])
+    memory.cut([0, 1], [0])
 
     assert found == [[True, True]]
     assert len(made) == 3

@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
 from math import inf
 from time import perf_counter
 from typing import Final, Literal, TypeAlias
@@ -143,11 +142,7 @@ class PhaseBudget:
         """Record the largest memory use of the first step, without the memory of the layers' own tensors."""
         self._next_peak()
         costs = [self._cost(unit) for unit in self._memory.layers.units]
-        self._beside = self._peak_bytes - memory_with(costs, self._cuts(), self._loop).total
-
-    def _cuts(self) -> list[int]:
-        """Return for each phase (group of layers) the index of its first layer, counted in forward order."""
-        return [0, *accumulate(len(phase.units) for phase in self._memory.phases)][:-1]
+        self._beside = self._peak_bytes - memory_with(costs, self._memory.cuts, self._loop).total
 
     def _next_peak(self) -> int:
         """Return the largest memory use of the process since the last call, in bytes; begin a new measurement."""
@@ -204,10 +199,10 @@ class PhaseBudget:
             write_bytes_per_second=self._memory.mover.bytes_per_second("write"),
         )
         if self.limit_bytes is None:
-            plan = plan_with(units, self._cuts(), speed, self._loop)
+            plan = plan_with(units, self._memory.cuts, speed, self._loop)
         else:
             plan = self._fitting(units, [unit.name for unit in modules], speed)
-            self._memory.cut([order[a:b] for a, b in pairwise((*plan.cuts, len(order)))])
+            self._memory.cut(order, plan.cuts)
         self.predicted_seconds = plan.step.seconds
         self._print(plan.sentence(self._beside))
 

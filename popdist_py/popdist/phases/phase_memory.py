@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeAlias
@@ -46,7 +47,7 @@ class Phase:
     The resident phase has no layers: its weights are used outside of the layers, and never leave memory.
     """
 
-    units: tuple[int, ...]
+    units: frozenset[int]
     pieces: tuple[PhasePiece, ...]
 
 
@@ -120,6 +121,7 @@ class PhaseMemory:
         addresses: The stored tensors that may be read into each place in memory; passes use the first weights.
         wanted_back: Returns the stored tensors that a backward pass or an update needs beside a piece's weights.
         phases: The phases in the order of the forward pass.
+        cuts: For each phase the place of its first layer in the order of the forward pass.
         resident: The phase that never leaves memory.
         phase_seconds: The seconds of each phase in the last step, computing and waiting.
     """
@@ -131,7 +133,8 @@ class PhaseMemory:
         self.addresses: dict[MemoryPlace, list[StoredTensors]] = {}
         self.wanted_back: Callable[[PhasePiece], Wanted] = lambda _: {}
         self.phases: list[Phase] = []
-        self.resident = Phase(units=(), pieces=layers.resident)
+        self.cuts: Sequence[int] = ()
+        self.resident = Phase(units=frozenset(), pieces=layers.resident)
         self.phase_seconds: list[float] = []
         self._counted: float | None = None  # the time until which seconds are counted; None between steps
         self._slots: list[_Slot] = []
@@ -141,13 +144,15 @@ class PhaseMemory:
         """Return the bytes that the weights, optimizer state or gradient sum of some layers needs in memory."""
         return max((it.num_bytes for it in self.addresses.get(MemoryPlace(what, piece), ())), default=0)
 
-    def cut(self, phases: Iterable[Sequence[int]]) -> None:
-        """Divide the model into ``phases``, groups of layers in memory together, given as lists of indices."""
+    def cut(self, order: Sequence[int], cuts: Sequence[int]) -> None:
+        """Divide the layers, whose indices are ``order`` in forward order, into phases: groups of layers that are
+        in memory together. ``cuts`` has the place in ``order`` at which each phase begins.
+        """
+        self.cuts = cuts
+        groups = [frozenset(order[first:last]) for first, last in pairwise((*cuts, len(order)))]
         self.phases = [
-            Phase(
-                units=(*units,), pieces=tuple(it for it in self.layers.pieces if not {*units}.isdisjoint(it.units))
-            )
-            for units in phases
+            Phase(units=units, pieces=tuple(it for it in self.layers.pieces if not units.isdisjoint(it.units)))
+            for units in groups
         ]
         self.place_anew()
 

@@ -83,7 +83,7 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> P
     modules that ``model`` repeats), and every other module that itself holds weights.
     """
     layers = [it for run in runs_of_layers(model) for it in run] if layers is None else [*layers]
-    chosen = chosen_layers(model, layers, "phased")
+    chosen = chosen_layers(model, layers)
     modules = dict(_walk(model, "", set(chosen), set()))
     if not modules:
         raise WeightsError(
@@ -201,14 +201,6 @@ def is_written(parameter: Parameter) -> bool:
     if is_changed and absent is not None:
         absent.fill_(nan if absent.is_floating_point() or absent.is_complex() else 0)
     return is_changed
-
-
-def written_error(name: str) -> WeightsError:
-    """Return the error for the weight ``name``, which the program has written in place."""
-    return WeightsError(
-        f"{name} was written in place, as by torch.nn.init, copy_() or .data, and the write is lost: the weights "
-        "of a phased model lie in its store. Change them before phased(), by load_state_dict() or by the optimizer"
-    )
 
 
 class CallCounts:

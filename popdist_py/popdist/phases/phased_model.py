@@ -209,7 +209,8 @@ class PhasedModel(WrappingModel):
         for key, name in names.items() if self.store.host_index == 0 else ():
             if self.store.place_of(local_part(state_dict[key])) != (weights.file, weights.regions[name].start):
                 weights.write(name, state_dict[key])
-        run.reload()
+        self.store.end_step()
+        run.memory.forget("weights", run.layers.pieces)
         others = {key: value for key, value in state_dict.items() if key not in names}
         keys = self.module.load_state_dict(others, strict=False)
         self.phased_steps.buffers.clear_outside_writes()

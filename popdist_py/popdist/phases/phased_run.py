@@ -3,16 +3,15 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from popdist.errors import OptimizerError
+from popdist.errors import OptimizerError, WeightsError
 from popdist.exchange.groups import Group
 from popdist.ground.layout import ReplicaLayout
 from popdist.phases.phase_budget import PhaseBudget
 from popdist.phases.phase_memory import MemoryPlace, PhaseMemory
 from popdist.phases.phase_store import PhaseStore
-from popdist.phases.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, is_written, written_error
+from popdist.phases.phased_layers import CallCounts, PhasedLayers, PhasePiece, Unit, is_written
 from popdist.phases.phased_sums import InstanceSums
 from popsize.phases import even_cuts
 
@@ -56,8 +55,7 @@ class PhasedRun:
             float(sum(self.memory.size("weights", piece.index) for piece in unit.pieces))
             for unit in self.layers.units
         ]
-        cuts = even_cuts(tuple(sizes), min(num_phases, len(sizes)))
-        self.memory.cut([range(first, last) for first, last in pairwise((*cuts, len(sizes)))])
+        self.memory.cut(range(len(sizes)), even_cuts(tuple(sizes), min(num_phases, len(sizes))))
 
     @contextmanager
     def running(self, unit: Unit, *, backward: bool) -> Iterator[None]:
@@ -78,7 +76,11 @@ class PhasedRun:
         """Check that the optimizer alone has written weights. Raise WeightsError if the program wrote weights."""
         if written := [name for name, it in self.layers.weights.items() if is_written(it)]:
             self.memory.forget("weights", self.layers.pieces)
-            raise written_error(written[0])
+            raise WeightsError(
+                f"{written[0]} was written in place, as by torch.nn.init, copy_() or .data, and the write is "
+                "lost: the weights of a phased model lie in its store. Change them before phased(), by "
+                "load_state_dict() or by the optimizer"
+            )
 
     def optimizer_now(self) -> "PhasedOptimizer":
         """Return the optimizer of the model. Raise OptimizerError if there is none."""
@@ -105,11 +107,6 @@ class PhasedRun:
             self.memory.addresses[MemoryPlace("state", piece.index)] = [stored.part(owned)]
         self.optimizer = weakref.ref(optimizer)
         self.memory.place_anew()
-
-    def reload(self) -> None:
-        """Have layers read all weights again, because new weights were loaded; mark the store as not in a step."""
-        self.store.end_step()
-        self.memory.forget("weights", self.layers.pieces)
 
 
 def deal(pieces: Sequence[Mapping[str, int]], num_instances: int) -> dict[str, int]:

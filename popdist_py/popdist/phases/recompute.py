@@ -64,7 +64,9 @@ def recompute(
     """
     if what not in ("layer", "attention"):
         raise WeightsError(f"what={what!r} must be 'layer' or 'attention'")
-    chosen = chosen_layers(model, layers, "recompute")
+    if not isinstance(model, nn.Module):
+        raise WeightsError(f"recompute() is for an nn.Module, and was given {type(model).__name__}")
+    chosen = chosen_layers(model, layers)
     names = {module: name for name, module in model.named_modules()}
     for layer in chosen:
         layer.forward = _Recomputed(layer, names[layer], is_selective=what == "attention")
@@ -72,10 +74,8 @@ def recompute(
     return model
 
 
-def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None, asked_by: str) -> list[nn.Module]:
+def chosen_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> list[nn.Module]:
     """Return the modules in the list ``layers``, each once; if None, the modules that ``model`` repeats most."""
-    if not isinstance(model, nn.Module):
-        raise WeightsError(f"{asked_by}() is for an nn.Module, and was given {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
     modules = {name: module for module, name in names.items()}
     if layers is None:
