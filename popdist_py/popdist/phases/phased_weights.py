@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -74,11 +73,11 @@ class _Maker:
 
     def made(self, units: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
         """Make all tensors of the model; after each module in ``units``, yield a dict of its parameters."""
-        numbers = {unit: number for number, unit in enumerate(units)}
-        order = _in_order(self._model, None, numbers, set())
-        for number, group in groupby(order, itemgetter(1)):
-            modules = [module for module, _ in group]
-            names = self._make(modules, is_unit=number is not None)
+        numbers = {part: number for number, unit in enumerate(units) for part in unit.modules()}
+        order: list[nn.Module] = []
+        self._model.apply(order.append)
+        for number, modules in groupby(dict.fromkeys(order), numbers.get):
+            names = self._make([*modules], is_unit=number is not None)
             if number is not None and names:
                 yield {name: self._now(name).detach() for name in names}
 
@@ -161,18 +160,6 @@ class _Maker:
         replacement = _like(tensor, data)
         for module, key in self._holders[name]:
             setattr(module, key, replacement)
-
-
-def _in_order(
-    module: nn.Module, unit: int | None, units: Mapping[nn.Module, int], seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, int | None]]:
-    """Yield each module after its children, with the index of its unit (layer); None if it is in no unit."""
-    seen.add(module)
-    unit = units.get(module, unit)
-    for child in module.children():
-        if child not in seen:
-            yield from _in_order(child, unit, units, seen)
-    yield module, unit
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
