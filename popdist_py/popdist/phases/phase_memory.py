@@ -171,10 +171,6 @@ class PhaseMemory:
             self._bring(self._slots[-1], self._wanted(self.resident, backward=False))
             self._bind(self._slots[-1])
 
-    def phase_of(self, unit: int) -> Phase:
-        """Return the phase (group of layers in memory together) that contains the layer with index ``unit``."""
-        return next(phase for phase in self.phases if unit in phase.units)
-
     def last_phase(self, piece: PhasePiece) -> Phase:
         """Return the group of layers (phase) whose backward pass completes the gradients of ``piece``."""
         return next((phase for phase in self.phases if piece in phase.pieces), self.resident)

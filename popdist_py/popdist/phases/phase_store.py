@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -53,8 +52,8 @@ class StoredTensors:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """The byte at which each tensor begins, by name, if all tensors lie in memory one behind the other."""
-        ends = accumulate((it.length for it in self.regions.values()), initial=0)
-        return dict(zip(self.regions, ends, strict=False))
+        in_memory = lay_out({name: self.forms[name] for name in self.regions})
+        return {name: it.start for name, it in in_memory.items()}
 
     @property
     def num_bytes(self) -> int:

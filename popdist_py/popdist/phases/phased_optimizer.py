@@ -169,7 +169,6 @@ class PhasedOptimizer(Optimizer):
         self.step_in_backward = step_in_backward
         self._optimizer_class = optimizer_class
         self._given = defaults
-        self._names: dict[int, str] = self._run.names
         self._steppers: list[OneByOne] = []
         self._places: dict[Tensor, _Place] = {}
         self._is_complete = False
@@ -193,7 +192,7 @@ class PhasedOptimizer(Optimizer):
         group = self.param_groups[-1]
         parameters, settings = group["params"], settings_of(group)
         for parameter in parameters:
-            if id(parameter) not in self._names:
+            if id(parameter) not in self._run.names:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(parameter.shape)} is none of the model's: give PhasedOptimizer "
                     "parameters of the model that popdist.parallel.phased() has returned"
@@ -203,7 +202,8 @@ class PhasedOptimizer(Optimizer):
         def make(some: list[Parameter]) -> Optimizer:
             return self._optimizer_class([{**settings, "params": some}], **self._given)
 
-        weight_forms = [self.store.weights.forms[self._names[id(parameter)]] for parameter in parameters]
+        names = [self._run.names[id(parameter)] for parameter in parameters]
+        weight_forms = [self.store.weights.forms[name] for name in names]
         kinds = [(form, local_part(it).device) for form, it in zip(weight_forms, parameters, strict=True)]
         try:
             stepper = OneByOne(make, [(form.shape, form.dtype, device) for form, device in kinds])
@@ -216,9 +216,9 @@ class PhasedOptimizer(Optimizer):
         for name in settings:
             del group[name]
         group |= stepper.settings
-        for parameter, kind in zip(parameters, kinds, strict=True):
+        for parameter, name, kind in zip(parameters, names, kinds, strict=True):
             self._places[parameter] = _Place(
-                name=self._names[id(parameter)],
+                name=name,
                 position=len(self._places),
                 group=len(self.param_groups) - 1,
                 form=forms[kind],

@@ -69,8 +69,8 @@ class PhasedRun:
     def bring(self, unit: Unit, *, backward: bool = False) -> None:
         """Read the weights of the layer ``unit`` into memory; they stay until other layers need the memory."""
         self.store.check_open()
-        returns = self.calls.micro_batch is not None
-        self.memory.enter(self.memory.phase_of(unit.index), backward=backward, will_return=returns)
+        phase = next(it for it in self.memory.phases if unit.index in it.units)
+        self.memory.enter(phase, backward=backward, will_return=self.calls.micro_batch is not None)
 
     def check_unwritten(self) -> None:
         """Check that the optimizer alone has written weights. Raise WeightsError if the program wrote weights."""

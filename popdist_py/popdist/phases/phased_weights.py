@@ -201,7 +201,13 @@ class _Files:
     """A safetensors file, or a folder of such files, with exactly the parameters and buffers of a model."""
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
-        self._library = _library()
+        try:
+            import safetensors
+        except ImportError:
+            raise WeightsError(
+                "weights= needs safetensors, which is not installed: pip install 'poprun[safetensors]'"
+            ) from None
+        self._library: Any = safetensors
         self._folder = folder
         self._sources: dict[str, tuple[str, Path]] = {}
         try:
@@ -267,14 +273,3 @@ class _Files:
         lacking = [key for key, tensor in state.items() if names_in_model[tensor] == key not in self._sources]
         texts = {"lack": lacking, "have besides": sorted(places.keys() - state.keys())}
         return [f"{what} {name_first(names, _SHOWN)}" for what, names in texts.items() if names]
-
-
-def _library() -> Any:
-    """Import and return the library safetensors. Raise WeightsError if the library is not installed."""
-    try:
-        import safetensors
-    except ImportError:
-        raise WeightsError(
-            "weights= needs safetensors, which is not installed: pip install 'poprun[safetensors]'"
-        ) from None
-    return safetensors
