@@ -25,14 +25,11 @@ _MORE_DEVICES: Final = (2, 4, 8, 16, 32, 64)
 _FEW_SHARDS: Final = 4
 """If a shard group has at most so many possible sizes, each size is tried; otherwise only one host and all
 replicas."""
-_OFFLOADED: Final = ("offload_activations", "offload_optimizer")
-_STATE: Final = ("sharding", "weight_shards", "optimizer_shards", *_OFFLOADED, "phases")
-"""The fields of a mapping that say where its state is kept. The other fields are called the shape of a mapping."""
-
 _MOST_BETTER: Final = 100
 """The largest number of shapes without a fitting mapping that are tried to find the next faster mapping."""
 
 _Values = dict[str, Any]
+"""Values of fields of a mapping, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +107,8 @@ def search(workload: Workload, fixed: Table[str, Any], num_fastest: int = 500) -
     """Return the fastest mappings (divisions of a model over devices) that fit in memory and have the ``fixed``
     values, at least ``num_fastest`` if so many fit. Raise MappingError if no mapping is legal.
 
-    A shape is a mapping without the fields of `_STATE`. Shapes are tried in the order of a lower bound of their
-    durations. For each shape, the fastest way to keep state that fits is returned.
+    A shape is a mapping without a way to keep state (sharding, offloading, phases). Shapes are tried in the order
+    of a lower bound of their durations. For each shape, the fastest way to keep state that fits is returned.
     """
     groups = _groups(workload, fixed)
     if not groups:
@@ -149,12 +146,12 @@ class _Shape:
 
     running: Duration
     mapping: Mapping
-    ways: list[Mapping]
+    ways: list[_Values]
 
     def candidates(self, workload: Workload) -> Iterator[Candidate]:
         """Yield a mapping with predictions for each legal way to keep its state (sharding, offloading, phases)."""
         for way in self.ways:
-            mapping = _combined(self.mapping, way)
+            mapping = replace(self.mapping, **way)
             yield Candidate(workload, mapping, None if mapping.has_layer_phases else self.running)
 
 
@@ -183,13 +180,13 @@ def _next_better(
     return max(faster, key=attrgetter("duration.total"), default=None)
 
 
-def _smallest(workload: Workload, shapes: list[Mapping], ways: list[Mapping]) -> list[Candidate]:
+def _smallest(workload: Workload, shapes: list[Mapping], ways: list[_Values]) -> list[Candidate]:
     """Return mappings among which is the one that needs least memory: one or two mappings of ``shapes``, each
     combined with every way in ``ways`` to keep state (sharding, offloading, phases).
     """
     # One large micro batch may need less memory than several small ones, because phases then keep no sums.
     ends = dict.fromkeys((min(shapes, key=_first_in_memory), max(shapes, key=attrgetter("micro_batch"))))
-    return [Candidate(workload, _combined(shape, way)) for shape in ends for way in ways]
+    return [Candidate(workload, replace(shape, **way)) for shape in ends for way in ways]
 
 
 def _first_in_memory(shape: Mapping) -> tuple[int, bool, int]:
@@ -242,19 +239,13 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
     return candidate.duration.total, candidate.memory.total
 
 
-def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[Mapping], list[Mapping]]]:
+def _groups(workload: Workload, fixed: Table[str, Any]) -> list[tuple[list[_Values], list[Mapping]]]:
     """Return pairs of lists: ways to keep state (sharding, offloading, phases), and mappings that can use each."""
-    groups: dict[Mapping, list[Mapping]] = {}
+    groups: dict[tuple[int, int, str], list[Mapping]] = {}
     for shape in _shapes(workload, fixed):
-        groups.setdefault(replace(shape, micro_batch=1, schedule="1f1b", interleave=1), []).append(shape)
-    ways: dict[tuple[int, int, str], list[Mapping]] = {}
-    pairs = []
-    for shapes in groups.values():
-        size = (shapes[0].tensor, shapes[0].pipeline, shapes[0].recompute)
-        if size not in ways:
-            ways[size] = _ways(shapes[0], workload, fixed)
-        pairs += [(ways[size], shapes)] if ways[size] else []
-    return pairs
+        groups.setdefault((shape.tensor, shape.pipeline, shape.recompute), []).append(shape)
+    pairs = [(_ways(shapes[0], workload, fixed), shapes) for shapes in groups.values()]
+    return [(ways, shapes) for ways, shapes in pairs if ways]
 
 
 def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
@@ -282,28 +273,26 @@ def _shapes(workload: Workload, fixed: Table[str, Any]) -> Iterator[Mapping]:
                         yield replace(shape, schedule=schedule, interleave=interleave, recompute=recompute)
 
 
-def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[Mapping]:
-    """Return a mapping for each legal way to keep state (sharding, offloading, phases), else equal to ``shape``.
-
-    The simplest choice is first.
+def _ways(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[_Values]:
+    """Return each legal way to keep the state of ``shape`` (sharding, offloading, phases), the simplest way first.
 
     Only programs that are compiled as a whole run parts of layers as phases, and move state to the slower memory
     and back: torch does neither for `popdist.parallel.parallelize`, and such ways are tried if they are fixed.
     """
     shardings = _shardings(shape, workload, fixed)
-    device, state = workload.machine.device, {name: value for name, value in fixed.items() if name in _STATE}
-    ways = [{**sharding, **state} for sharding in shardings]
+    device, ways = workload.machine.device, [*shardings]
     if device.streaming_bytes and device.is_compiled_for:
         most = most_phases(workload.model, shape.pipeline, are_layers=False)
-        offloads = ({"offload_activations": True}, {"offload_optimizer": True}, dict.fromkeys(_OFFLOADED, True))
+        activations, optimizer = {"offload_activations": True}, {"offload_optimizer": True}
+        offloads = (activations, optimizer, activations | optimizer)
         phases = [{"phases": n} for n in sorted({2, 4, 8, 16, most // 2, most}) if 1 < n <= most]
-        ways += [{**sharding, **way, **state} for way in offloads for sharding in shardings]
-        ways += [{**sharding, **way, **state} for way in phases for sharding in (shardings[0], shardings[-1])]
+        ways += [sharding | way for way in offloads for sharding in shardings]
+        ways += [sharding | way for way in phases for sharding in (shardings[0], shardings[-1])]
     if device.streaming_bytes and shape.pipeline == 1:
         most = most_phases(workload.model, 1, are_layers=True)
-        ways += [{"phases": n, **state} for n in numbers_of_phases(most) if n > 1]
-    every = dict.fromkeys(replace(shape, **way) for way in ways)
-    return [way for way in every if not _broken_rule(way, workload)]
+        ways += [{"phases": n} for n in numbers_of_phases(most) if n > 1]
+    every = {replace(shape, **way): way for way in ({**way, **fixed} for way in ways)}
+    return [way for mapping, way in every.items() if not _broken_rule(mapping, workload)]
 
 
 def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> list[_Values]:
@@ -325,18 +314,6 @@ def _shardings(shape: Mapping, workload: Workload, fixed: Table[str, Any]) -> li
         *([{"sharding": "gradients", "optimizer_shards": everyone}] if gradients else []),
         *({"sharding": "weights", "weight_shards": size, "optimizer_shards": everyone} for size in sizes),
     ]
-
-
-def _combined(shape: Mapping, way: Mapping) -> Mapping:
-    """Return a mapping that keeps state (sharding, offloading, phases) as ``way``, and is else as ``shape``."""
-    return replace(
-        way,
-        micro_batch=shape.micro_batch,
-        schedule=shape.schedule,
-        interleave=shape.interleave,
-        recompute=shape.recompute,
-        sequence_parallel=shape.sequence_parallel,
-    )
 
 
 def _divisors(number: int, most: int, fixed: int | None) -> list[int]:
