@@ -30,12 +30,11 @@ from typing import Any
 from measuring.documents import put, table
 from scipy.stats import spearmanr
 
-from popsize.duration import duration_of
 from popsize.errors import MappingError
-from popsize.footprint import memory_of
 from popsize.hardware import Machine, machines_of
 from popsize.mapping import Mapping, Training, Workload, check
 from popsize.model import Recompute, Transformer, transformer
+from popsize.search import Candidate
 
 MOST_MEMORY_ERROR, LEAST_CORRELATION = 0.05, 0.9
 MIB = 2**20
@@ -235,9 +234,10 @@ def pairs_of(jobs: Sequence[tuple[Machine, list[Measured]]]) -> list[Pair]:
     for machine, measured in jobs:
         workload = workload_on(machine)
         for one in measured:
-            memory, seconds = memory_of(workload, one.mapping)[0].total, duration_of(workload, one.mapping).total
+            candidate = Candidate(workload, one.mapping)
+            predicted = (candidate.memory.total, candidate.duration.total)
             figures = (float(one.peak), statistics.median(one.seconds))
-            found.append(Pair(mapping=one.mapping, measured=figures, predicted=(memory, seconds)))
+            found.append(Pair(mapping=one.mapping, measured=figures, predicted=predicted))
     return found
 
 

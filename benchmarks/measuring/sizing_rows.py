@@ -15,10 +15,9 @@ from scipy.stats import spearmanr
 
 from popsize.catalogue import named_model
 from popsize.constants import CONSTANTS, Constants
-from popsize.duration import duration_of
 from popsize.hardware import GIB, GIGA, Machine, named_machine
 from popsize.mapping import Training, Workload
-from popsize.search import Answer, search
+from popsize.search import Answer, Candidate, search
 
 DATA = Path(__file__).parent.parent / "data" / "planner"
 
@@ -89,7 +88,7 @@ def step_cases(name: str) -> list[Timed]:
 
 def seconds_of(case: Case, constants: Constants = CONSTANTS) -> float:
     """What is predicted of a case with these constants."""
-    return duration_of(replace(case.predicted.workload, constants=constants), case.predicted.mapping).total
+    return Candidate(replace(case.predicted.workload, constants=constants), case.predicted.mapping).duration.total
 
 
 def pairs_of(cases: Iterable[Timed], constants: Constants = CONSTANTS) -> list[Pair]:

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from popsize.constants import Constants
 from popsize.footprint import phase_loop, phase_units
 from popsize.hardware import Machine
 from popsize.mapping import Mapping, Training, Workload
@@ -24,8 +23,8 @@ class Duration:
     tensor: float  # all-reduces over the tensor group
     bubble: float  # waiting for the pipeline to fill and to drain
     stages: float  # sending activations between stages
-    replicas: float = 0.0  # all-reduces of gradients over replicas
-    gathering: float = 0.0  # all-gathers of sharded weights
+    replicas: float = 0  # all-reduces of gradients over replicas
+    gathering: float = 0  # all-gathers of sharded weights
     optimizer: float = 0.0  # the update of the weights
     streaming: float = 0.0  # waiting for the slower memory while nothing is computed
 
@@ -52,16 +51,6 @@ _Way = tuple[int, int, Recompute, bool, bool]
 inside one host."""
 
 
-def _way(workload: Workload, mapping: Mapping) -> _Way:
-    near = is_near(mapping.tensor, 1, workload.machine, mapping.num_devices)
-    return mapping.tensor, mapping.micro_batch, mapping.recompute, mapping.sequence_parallel, near
-
-
-def duration_of(workload: Workload, mapping: Mapping) -> Duration:
-    """Return the predicted seconds of a step, by activity, if devices share the model by ``mapping``."""
-    return streamed(updated(running_duration(workload, mapping), workload, mapping), workload, mapping)
-
-
 def running_duration(workload: Workload, mapping: Mapping) -> Duration:
     """Return the seconds of a step's passes, by activity, without what sharding and offloading add."""
     shown = shown_stages(workload.model, mapping.pipeline)
@@ -80,18 +69,20 @@ def running_duration(workload: Workload, mapping: Mapping) -> Duration:
 def updated(running: Duration, workload: Workload, mapping: Mapping) -> Duration:
     """Add a step's weight update and collectives over replicas to ``running``, the duration of its passes."""
     parameters = most_parameters(workload.model, mapping.pipeline, mapping.tensor)
-    return replace(
-        running,
-        replicas=_exchange_seconds("replicas", workload, mapping),
-        gathering=_exchange_seconds("gathering", workload, mapping),
-        optimizer=_optimizer_seconds(parameters, workload, mapping),
-    )
+    collectives = {one.name: one.seconds(workload) for one in exchanges(workload, mapping)}
+    return replace(running, **collectives, optimizer=_optimizer_seconds(parameters, workload, mapping))
 
 
 def streamed(found: Duration, workload: Workload, mapping: Mapping) -> Duration:
     """Return a step's duration with waits for slower memory added; ``found`` is its duration without the waits."""
-    waiting = _streaming_seconds(found.layers + found.tensor, workload, mapping)
-    return replace(found, streaming=waiting) if waiting else found
+    if mapping.has_layer_phases:
+        step = phase_plan(workload, mapping).step
+        return replace(found, streaming=step.reading + step.writing)
+    waiting, behind = streamed_bytes(workload, mapping)
+    if not waiting + behind:
+        return found
+    speed, computing = workload.machine.device.streaming_bytes_per_second, found.layers + found.tensor
+    return replace(found, streaming=waiting / speed + max(0.0, behind / speed - computing))
 
 
 def _waiting_share(mapping: Mapping, num_micro_batches: int) -> float:
@@ -116,7 +107,7 @@ def _drained_seconds(workload: Workload, mapping: Mapping) -> float:
     last = workload.model.layers[-1]
     if mapping.pipeline == 1 or not last.loss_bytes.divided:
         return 0.0
-    passes = _layer_passes(last, workload, _way(workload, mapping))
+    passes = _passes(last, workload, mapping)
     return (mapping.pipeline - 1) * workload.constants.drained_logits * passes.total
 
 
@@ -128,7 +119,9 @@ def _stage_passes(stage: Stage, workload: Workload, mapping: Mapping) -> _Passes
 
 def _passes(layer: Layer, workload: Workload, mapping: Mapping) -> _Passes:
     """Return a micro batch's seconds in ``layer``, which is recomputed if layers are loaded in groups (phases)."""
-    passes = _layer_passes(layer, workload, _way(workload, mapping))
+    near = is_near(mapping.tensor, 1, workload.machine, mapping.num_devices)
+    way = mapping.tensor, mapping.micro_batch, mapping.recompute, mapping.sequence_parallel, near
+    passes = _layer_passes(layer, workload, way)
     if not mapping.has_layer_phases or layer.can_recompute:
         return passes
     return _Passes(passes.layers * _AGAIN / 3, passes.tensor * _AGAIN / 3)
@@ -162,7 +155,7 @@ def _layer_passes(layer: Layer, workload: Workload, way: _Way) -> _Passes:
     if tensor > 1:
         size = micro_batch * layer.output_bytes * width
         ring = Exchange("tensor", tensor_rounds(layer, recompute), size, tensor, stride=1, is_near=is_near)
-        sums = ring.seconds(workload.machine, constants)
+        sums = ring.seconds(workload)
     if device.launches_ahead:
         busy = max(busy, started * constants.launch_seconds - sums)
         busy += constants.outside_seconds if layer.loss_bytes.divided else 0.0
@@ -192,10 +185,11 @@ class Exchange:
         """Bytes that each device of the group sends in a step for the group's collectives of one purpose."""
         return self.rounds * (self.devices - 1) / self.devices * self.size
 
-    def seconds(self, machine: Machine, constants: Constants) -> float:
+    def seconds(self, workload: Workload) -> float:
         """Return the seconds of the group's collectives in a step, from the links' bandwidth and latency."""
-        waits = (machine.collective_seconds or constants.collective_seconds) * math.sqrt(math.log2(self.devices))
-        return self.sent / bandwidth(self.stride, self.is_near, machine, constants) + self.rounds / 2 * waits
+        latency = workload.machine.collective_seconds or workload.constants.collective_seconds
+        waits = latency * math.sqrt(math.log2(self.devices))
+        return self.sent / _bandwidth(workload, self.stride, is_near=self.is_near) + self.rounds / 2 * waits
 
 
 def tensor_rounds(layer: Layer, recompute: Recompute) -> float:
@@ -203,9 +197,10 @@ def tensor_rounds(layer: Layer, recompute: Recompute) -> float:
     return 2.0 * layer.num_reductions * (3 if recompute == "layer" and layer.can_recompute else 2)
 
 
-def bandwidth(stride: int, is_near: bool, machine: Machine, constants: Constants) -> float:  # noqa: FBT001 - the function is_near() returns the value
+def _bandwidth(workload: Workload, stride: int, *, is_near: bool) -> float:
     """Return the bytes per second that a device sends to its neighbour, ``stride`` devices away, in a ring."""
-    link = machine.link_bytes_per_second * constants.link_efficiency
+    machine = workload.machine
+    link = machine.link_bytes_per_second * workload.constants.link_efficiency
     return link if is_near else min(link, machine.network_bytes_per_second / min(stride, machine.devices_per_host))
 
 
@@ -240,19 +235,13 @@ def exchanges(workload: Workload, mapping: Mapping) -> tuple[Exchange, ...]:
     return (among("replicas", 2, mapping.replicas),)
 
 
-def _exchange_seconds(name: str, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds of a step's collectives over replicas that count in the field ``name`` of `Duration`."""
-    every = exchanges(workload, mapping)
-    return sum(one.seconds(workload.machine, workload.constants) for one in every if one.name == name)
-
-
 def _transfer_seconds(workload: Workload, mapping: Mapping) -> float:
     """Return the seconds to send a micro batch's activations to the next stage and receive gradients."""
     if mapping.pipeline == 1:
         return 0.0
     stride = mapping.tensor * mapping.replicas
     near = is_near(2, stride, workload.machine, mapping.num_devices)
-    return transfer_bytes(workload, mapping) / bandwidth(stride, near, workload.machine, workload.constants)
+    return transfer_bytes(workload, mapping) / _bandwidth(workload, stride, is_near=near)
 
 
 def transfer_bytes(workload: Workload, mapping: Mapping) -> float:
@@ -290,18 +279,6 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
         size = kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel) * workload.width
         behind += 2 * layers * size
     return waiting, behind
-
-
-def _streaming_seconds(computing_seconds: float, workload: Workload, mapping: Mapping) -> float:
-    """Return the seconds in which a step waits for transfers from or to the slower memory beside the device."""
-    if mapping.has_layer_phases:
-        step = phase_plan(workload, mapping).step
-        return step.reading + step.writing
-    waiting, behind = streamed_bytes(workload, mapping)
-    if not waiting + behind:
-        return 0.0
-    speed = workload.machine.device.streaming_bytes_per_second
-    return waiting / speed + max(0.0, behind / speed - computing_seconds)
 
 
 @lru_cache(maxsize=1024)

@@ -14,10 +14,11 @@ from measuring.sizing_rows import grouped, megatron_seconds, pairs_of, score_of,
 
 from popsize.catalogue import named_model
 from popsize.constants import CONSTANTS
-from popsize.duration import Duration, duration_of, exchanges, is_near
+from popsize.duration import Duration, exchanges, is_near
 from popsize.hardware import GIGA, machines_of, named_machine
 from popsize.mapping import Mapping, Training, Workload, check
 from popsize.model import RECOMPUTE, Recompute
+from popsize.search import Candidate
 
 
 def workload(machine: str = "64xA100-80GB", model: str = "gpt3-2.7b", global_batch: int = 512) -> Workload:
@@ -69,7 +70,7 @@ def test_a_step_is_its_terms(shape: tuple[int, int, int], micro_batch: int, reco
         tensor=tensor, pipeline=pipeline, replicas=replicas, micro_batch=micro_batch, recompute=recompute
     )
     check(mapping, one)
-    found = duration_of(one, mapping)
+    found = Candidate(one, mapping).duration
     terms = {field.name: getattr(found, field.name) for field in fields(Duration)}
     least = one.model.flops_per_sample * 512 / (64 * one.machine.device.flops_at("bf16"))
 
@@ -88,7 +89,7 @@ def test_recomputation_takes_time(shape: tuple[int, int, int], micro_batch: int)
     tensor, pipeline, replicas = shape
     one = workload()
     mapping = Mapping(tensor=tensor, pipeline=pipeline, replicas=replicas, micro_batch=micro_batch)
-    none, attention, layer = (duration_of(one, replace(mapping, recompute=way)).total for way in RECOMPUTE)
+    none, attention, layer = (Candidate(one, replace(mapping, recompute=way)).duration.total for way in RECOMPUTE)
 
     assert none <= attention < layer
 
@@ -98,7 +99,7 @@ def test_more_pieces_make_a_smaller_bubble() -> None:
     one = workload()
     plain = Mapping(pipeline=8, replicas=8, micro_batch=1)
     bubbles = [
-        duration_of(one, plain if v == 1 else replace(plain, schedule="interleaved", interleave=v)).bubble
+        Candidate(one, plain if v == 1 else replace(plain, schedule="interleaved", interleave=v)).duration.bubble
         for v in (1, 2, 4)
     ]
 
@@ -112,8 +113,8 @@ def test_pieces_need_micro_batches_to_fill_the_pipeline() -> None:
     plain = Mapping(pipeline=8, micro_batch=64)
     pieces = replace(plain, schedule="interleaved", interleave=4)
     shares = [
-        duration_of(one, replace(pieces, micro_batch=size)).bubble
-        / duration_of(one, replace(plain, micro_batch=size)).bubble
+        Candidate(one, replace(pieces, micro_batch=size)).duration.bubble
+        / Candidate(one, replace(plain, micro_batch=size)).duration.bubble
         for size in (64, 16, 8)
     ]
 
@@ -137,7 +138,7 @@ def test_a_faster_machine_is_not_slower() -> None:
 
     def seconds(name: str, factor: float) -> float:
         machines = machines_of({"box": figures | {name: factor * figures[name]}}, "a test")
-        return duration_of(replace(workload(), machine=machines["box"]), mapping).total
+        return Candidate(replace(workload(), machine=machines["box"]), mapping).duration.total
 
     for name in ("tflops", "memory_gb_per_second", "link_gb_per_second", "network_gb_per_second"):
         assert seconds(name, 2) < seconds(name, 1) < seconds(name, 0.5)
@@ -148,19 +149,21 @@ def test_sharded_weights_are_gathered() -> None:
     one = workload()
     whole = Mapping(replicas=64, micro_batch=2)
     sharded = replace(whole, sharding="weights", weight_shards=64, optimizer_shards=64)
-    gathered = duration_of(one, sharded).gathering
-    twice = duration_of(one, replace(sharded, micro_batch=1)).gathering
+    gathered = Candidate(one, sharded).duration.gathering
+    twice = Candidate(one, replace(sharded, micro_batch=1)).duration.gathering
 
     assert gathered > 0
     assert twice == pytest.approx(2 * gathered)
-    assert duration_of(one, sharded).optimizer == pytest.approx(duration_of(one, whole).optimizer / 64)
+    assert Candidate(one, sharded).duration.optimizer == pytest.approx(
+        Candidate(one, whole).duration.optimizer / 64
+    )
 
 
 def test_what_is_offloaded_is_waited_for() -> None:
     """Optimizer state is read and written while nothing is computed."""
     one = workload()
     mapping = Mapping(replicas=64, micro_batch=8)
-    waited = duration_of(one, replace(mapping, offload_optimizer=True)).streaming
+    waited = Candidate(one, replace(mapping, offload_optimizer=True)).duration.streaming
     state = 2 * 12 * one.model.num_parameters
 
     assert waited == pytest.approx(state / (25 * GIGA), rel=0.01)
@@ -173,7 +176,7 @@ def test_a_workload_has_the_constants() -> None:
     mapping = Mapping(replicas=64, micro_batch=8)
 
     assert len(fields(CONSTANTS)) <= 12
-    assert duration_of(slow, mapping).layers > 1.5 * duration_of(one, mapping).layers
+    assert Candidate(slow, mapping).duration.layers > 1.5 * Candidate(one, mapping).duration.layers
     for name in ("matmul_efficiency", "memory_efficiency", "link_efficiency"):
         assert 0.5 < getattr(CONSTANTS, name) < 1
 
