@@ -285,10 +285,9 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
 def phase_plan(workload: Workload, mapping: Mapping) -> PhasePlan:
     """Return the predicted memory and time of a step that loads the layers in groups (phases), one by one."""
     device, units, loop = workload.machine.device, phase_units(workload, mapping), phase_loop(workload, mapping)
-    (stage,) = shown_stages(workload.model, 1)
-    passes = [_passes(layer, workload, mapping).total for layer, n in stage.layers for _ in range(n)]
+    passes = [_passes(layer, workload, mapping).total for layer in workload.model.every_layer]
     parameters = sum(unit.gradient_bytes for unit in units)
-    update = _optimizer_seconds(stage.parameters_on_device(mapping.tensor), workload, mapping)
+    update = _optimizer_seconds(most_parameters(workload.model, 1, mapping.tensor), workload, mapping)
     timed = [
         replace(
             unit,
@@ -300,6 +299,6 @@ def phase_plan(workload: Workload, mapping: Mapping) -> PhasePlan:
     ]
     speed = StoreSpeed(
         read_bytes_per_second=device.streaming_bytes_per_second,
-        write_bytes_per_second=device.streaming_write_bytes_per_second or device.streaming_bytes_per_second,
+        write_bytes_per_second=device.streaming_write_bytes_per_second,
     )
     return plan_with(timed, phase_cuts(units, mapping.phases, loop), speed, loop)

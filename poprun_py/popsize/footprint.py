@@ -1,8 +1,9 @@
 """Prediction of the memory of the device that needs most memory, by kind: weights, gradients, activations."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import itemgetter
 
 from popsize.mapping import Mapping, Workload
 from popsize.model import Layer
@@ -28,9 +29,14 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
     @property
-    def largest(self) -> str:
-        """Name of the kind, such as ``activations``, that needs most of the device's own memory."""
-        return max((f.name for f in fields(self) if f.name != "streaming"), key=lambda name: getattr(self, name))
+    def own(self) -> dict[str, float]:
+        """Bytes in the device's own memory, by kind, such as ``activations``."""
+        return {kind: size for kind, size in asdict(self).items() if kind != "streaming"}
+
+    @property
+    def largest(self) -> tuple[str, float]:
+        """Name and bytes of the kind, such as ``activations``, that needs most of the device's own memory."""
+        return max(self.own.items(), key=itemgetter(1))
 
 
 def memory_of(workload: Workload, mapping: Mapping) -> tuple[Memory, Stage]:
@@ -121,13 +127,12 @@ def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
     """Return the bytes of each layer of a model whose layers are loaded one after the other (in phases)."""
     training, tensor = workload.training, mapping.tensor
     sharing = _num_sharing(workload, mapping)
-    (stage,) = shown_stages(workload.model, 1)
-    every = [layer for layer, n in stage.layers for _ in range(n)]
+    every = workload.model.every_layer
     samples = mapping.micro_batch * workload.width
     units = list[UnitCost]()
     for before, layer in zip([None, *every], every, strict=False):
         parameters = layer.parameters.on_device(tensor)
-        own = parameters - (stage.tied_parameters / tensor if len(units) == len(every) - 1 else 0.0)
+        own = parameters - (workload.model.tied_parameters / tensor if len(units) == len(every) - 1 else 0.0)
         running = (layer.kept + layer.loss_bytes + layer.backward_bytes).on_device(
             tensor, sequence_parallel=mapping.sequence_parallel
         )
@@ -139,9 +144,6 @@ def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
                 state_bytes=own * training.optimizer_bytes / sharing,
                 input_bytes=samples * before.output_bytes if before else 0.0,
                 running_bytes=samples * (running + layer.output_bytes),
-                forward_seconds=0.0,
-                backward_seconds=0.0,
-                update_seconds=0.0,
             )
         )
     return tuple(units)
@@ -174,7 +176,7 @@ def _torch_bytes(stage: Stage, workload: Workload, mapping: Mapping) -> float:
     if workload.training.engine != "torch" or workload.machine.device.is_compiled_for:
         return 0.0
     number = mapping.num_micro_batches(workload.training.global_batch)
-    under_way = min(number, in_flight(mapping, stage.index, number))
+    under_way = in_flight(mapping, stage.index, number)
     block = workload.model.block
     sent = _sent_bytes(stage, block, mapping, number, under_way) if mapping.pipeline > 1 else 0.0
     joined = _joined_bytes(stage, mapping, under_way) if mapping.sequence_parallel else 0.0

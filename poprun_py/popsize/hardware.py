@@ -51,7 +51,7 @@ class Device:
     operator_seconds: float = 0.0  # overhead of each operation if nothing launches ahead, as on a CPU
     streaming_bytes: float = 0.0  # slower memory beside the device, for data that the device does not use now
     streaming_bytes_per_second: float = 0.0  # how fast the slower memory is read
-    streaming_write_bytes_per_second: float = 0.0  # how fast the slower memory is written; 0: as fast as read
+    streaming_write_bytes_per_second: float = 0.0  # how fast the slower memory is written
 
     @property
     def is_compiled_for(self) -> bool:
@@ -162,6 +162,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
     figures = {key: _figure(table, key, f"{origin}: {name}") for key in FIGURES}
     if figures["streaming_gib"] and not figures["streaming_gb_per_second"]:
         raise MachineError(f"{origin}: {name} has streaming_gib and needs streaming_gb_per_second")
+    written = figures["streaming_write_gb_per_second"] or figures["streaming_gb_per_second"]
     device = Device(
         name=name,
         memory_bytes=figures["memory_gib"] * GIB,
@@ -171,7 +172,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
         operator_seconds=figures["operator_seconds"],
         streaming_bytes=figures["streaming_gib"] * GIB,
         streaming_bytes_per_second=figures["streaming_gb_per_second"] * GIGA,
-        streaming_write_bytes_per_second=figures["streaming_write_gb_per_second"] * GIGA,
+        streaming_write_bytes_per_second=written * GIGA,
     )
     return Machine(
         name=name,

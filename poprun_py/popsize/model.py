@@ -107,6 +107,11 @@ class Model:
         return total - self.tied_parameters
 
     @cached_property
+    def every_layer(self) -> tuple[Layer, ...]:
+        """All layers in order; of several equal layers in a row, the same layer several times."""
+        return tuple(layer for layer in self.layers for _ in range(layer.count))
+
+    @cached_property
     def num_layers(self) -> int:
         """Number of layers in the model's longest run of equal layers, which the pipeline stages divide."""
         return self.block.count

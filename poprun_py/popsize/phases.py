@@ -34,9 +34,9 @@ class UnitCost:
     state_bytes: float  # the optimizer's state that this instance reads and writes
     input_bytes: float  # the unit's inputs, which are kept from the forward pass to the backward pass
     running_bytes: float  # activations that the unit's layers keep for the backward pass while the unit runs
-    forward_seconds: float  # the forward pass of a micro batch
-    backward_seconds: float  # the backward pass of a micro batch, with the forward pass that is computed again
-    update_seconds: float  # the update of the unit's weights
+    forward_seconds: float = 0.0  # the forward pass of a micro batch
+    backward_seconds: float = 0.0  # the backward pass of a micro batch, with the forward pass computed again
+    update_seconds: float = 0.0  # the update of the unit's weights
 
     def slot_bytes(self, *, has_sums: bool) -> float:
         """Return the bytes of the unit's weights and optimizer state, and with ``has_sums`` of its gradients."""

@@ -219,10 +219,10 @@ def _least_lacking(workload: Workload, fixed: Table[str, Any]) -> str:
             f"slower memory of {least.memory.streaming / GIB:.2f} GiB beside a device in place of "
             f"{workload.machine.device.streaming_bytes / GIB:.2f}, for {least.mapping.text}"
         )
-    kind = least.memory.largest
+    kind, size = least.memory.largest
     return (
         f"devices of {least.memory.total / GIB:.2f} GiB in place of {gib(workload.limit_bytes)}, "
-        f"for {least.mapping.text} ({getattr(least.memory, kind) / GIB:.2f} GiB of it are {kind})"
+        f"for {least.mapping.text} ({size / GIB:.2f} GiB of it are {kind})"
     )
 
 

@@ -4,14 +4,13 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, Final
 
 from rich.table import Table
 
 from popsize.duration import (
-    Duration,
     exchanges,
     is_near,
     phase_plan,
@@ -19,14 +18,12 @@ from popsize.duration import (
     tensor_rounds,
     transfer_bytes,
 )
-from popsize.footprint import Memory, phase_units
+from popsize.footprint import phase_units
 from popsize.hardware import GIB, TERA, gib
 from popsize.mapping import Mapping, Workload
 from popsize.search import Answer, Candidate
 from popsize.stages import shown_stages
 
-_KINDS: Final = tuple(f.name for f in fields(Memory) if f.name != "streaming")
-_TERMS: Final = tuple(f.name for f in fields(Duration))
 _WITHOUT_DIGITS: Final = 100
 
 Part = Table | str
@@ -74,17 +71,16 @@ def answer_table(answer: Answer, workload: Workload, num_rows: int) -> list[Part
     ]
 
 
-def _table(rows: Iterable[Sequence[str]], *numbers: str, names: int = 0, words: str | None = None) -> Table:
+def _table(rows: Iterable[Sequence[str]], *numbers: str, names: int = 0, words: str = "") -> Table:
     """Return a table of ``rows``: first ``names`` columns without titles, then a column for each title in
-    ``numbers``, and, if ``words`` is given, a last column with the title ``words``.
+    ``numbers``, and a last column with the title ``words``.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(numbers), header_style="bold")
     for _ in range(names):
         table.add_column(no_wrap=True)
     for number in numbers:
         table.add_column(number, justify="right", no_wrap=True)
-    if words is not None:
-        table.add_column(words, overflow="fold")
+    table.add_column(words, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -111,13 +107,13 @@ def why_not_faster(answer: Answer) -> list[str]:
     one = answer.faster
     if one is None:
         return []
-    kind = one.memory.largest
+    kind, size = one.memory.largest
     place = where(one)
     headline = f"Faster, but does not fit: {one.mapping.text}: {seconds(one.duration.total)} a step."
     why = (
         f"  {place[:1].upper()}{place[1:]} needs {one.memory.total / GIB:.2f} GiB and has "
         f"{gib(one.workload.limit_bytes)}: {one.missing_bytes / GIB:.2f} GiB ({one.missing_bytes:,.0f} bytes) "
-        f"too many; {kind} take {getattr(one.memory, kind) / GIB:.2f}."
+        f"too many; {kind} take {size / GIB:.2f}."
     )
     if not one.missing_bytes:
         why = (
@@ -144,10 +140,10 @@ def choices(mapping: Mapping) -> str:
 def _memory_table(candidate: Candidate) -> Table:
     """Return a table of the memory that the fullest device needs, one row for each kind, such as weights."""
     memory, limit = candidate.memory, candidate.workload.limit_bytes
-    rows = [(f"  {kind}", f"{getattr(memory, kind) / GIB:.3f} GiB", "") for kind in _KINDS]
+    rows = [(f"  {kind}", f"{size / GIB:.3f} GiB", "") for kind, size in memory.own.items()]
     rows += [("  in all", f"{memory.total / GIB:.3f} GiB", f"of {limit / GIB:.3f}")]
     rows += [("  in slower memory", f"{memory.streaming / GIB:.3f} GiB", "")] if memory.streaming else []
-    return _table(rows, "", names=1, words="")
+    return _table(rows, "", names=1)
 
 
 def _phase_parts(candidate: Candidate) -> list[Part]:
@@ -156,11 +152,10 @@ def _phase_parts(candidate: Candidate) -> list[Part]:
     if not candidate.mapping.has_layer_phases:
         return []
     plan, device = phase_plan(workload, candidate.mapping), workload.machine.device
-    write_speed = device.streaming_write_bytes_per_second or device.streaming_bytes_per_second
     step = plan.step
     rows = [
         ("  read", step.read_bytes, device.streaming_bytes_per_second, step.reading),
-        ("  written", step.written_bytes, write_speed, step.writing),
+        ("  written", step.written_bytes, device.streaming_write_bytes_per_second, step.writing),
     ]
     ends = (*plan.cuts, len(phase_units(workload, candidate.mapping)))
     sizes = sorted({last - first for first, last in pairwise(ends)})
@@ -171,7 +166,7 @@ def _phase_parts(candidate: Candidate) -> list[Part]:
     ]
     return [
         f"Phases of {number}, two at once in memory. Between it and the slower memory, in a step:",
-        _table(shown, "", "", names=1, words=""),
+        _table(shown, "", "", names=1),
     ]
 
 
@@ -188,13 +183,13 @@ def explanation(candidate: Candidate) -> list[Part]:
         candidate.mapping.text,
         "",
         f"A step takes {seconds(total)}, {peak_share(candidate):.1%} of the peak of {peak:.0f} TFLOP/s a device:",
-        _table(times, "", "", names=1, words=""),
+        _table(times, "", "", names=1),
         "",
         f"Memory of {where(candidate)}: it {'fits' if candidate.fits else 'does not fit'}.",
         _memory_table(candidate),
         *_phase_parts(candidate),
         "Sent by a device in a step:",
-        _table(sent, "", names=1, words=""),
+        _table(sent, "", names=1),
     ]
 
 
@@ -272,8 +267,8 @@ def answer_csv(answer: Answer, num_rows: int) -> str:
         asdict(one.mapping)
         | {"accumulation": one.num_micro_batches}
         | {"seconds": f"{one.duration.total:.6g}"}
-        | {f"{term}_seconds": f"{getattr(one.duration, term):.6g}" for term in _TERMS}
-        | {f"{kind}_gib": f"{getattr(one.memory, kind) / GIB:.6f}" for kind in _KINDS}
+        | {f"{term}_seconds": f"{value:.6g}" for term, value in asdict(one.duration).items()}
+        | {f"{kind}_gib": f"{size / GIB:.6f}" for kind, size in one.memory.own.items()}
         | {"fits": "yes" if one.fits else "no"}
         for one in answer.fitting[:num_rows]
     ]
