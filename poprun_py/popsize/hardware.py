@@ -116,21 +116,19 @@ class PlannedDevices:
 
 
 _LARGEST: Final = 10**12
-FIGURES: Final[Mapping[str, tuple[float, float | None]]] = MappingProxyType(
-    {
-        "memory_gib": (1e-6, None),
-        "memory_gb_per_second": (1e-6, None),
-        "devices_per_host": (1, 1),
-        "link_gb_per_second": (1e-6, None),
-        "network_gb_per_second": (1e-6, None),
-        "streaming_gib": (0, 0),
-        "streaming_gb_per_second": (0, 0),
-        "streaming_write_gb_per_second": (0, 0),
-        "num_devices": (1, 1),
-        "operator_seconds": (0, 0),
-        "collective_seconds": (0, 0),
-    }
-)
+FIGURES: Final[Mapping[str, tuple[float, float | None]]] = {
+    "memory_gib": (1e-6, None),
+    "memory_gb_per_second": (1e-6, None),
+    "devices_per_host": (1, 1),
+    "link_gb_per_second": (1e-6, None),
+    "network_gb_per_second": (1e-6, None),
+    "streaming_gib": (0, 0),
+    "streaming_gb_per_second": (0, 0),
+    "streaming_write_gb_per_second": (0, 0),
+    "num_devices": (1, 1),
+    "operator_seconds": (0, 0),
+    "collective_seconds": (0, 0),
+}
 """The least value and the default of each number in a machine's description, except ``tflops``. None: no default.
 """
 
@@ -166,7 +164,7 @@ def _described(name: str, table: object, origin: str) -> Machine:
     device = Device(
         name=name,
         memory_bytes=figures["memory_gib"] * GIB,
-        flops=MappingProxyType(_speeds(table.get("tflops"), f"{origin}: {name}")),
+        flops=_speeds(table.get("tflops"), f"{origin}: {name}"),
         memory_bytes_per_second=figures["memory_gb_per_second"] * GIGA,
         launches_ahead="operator_seconds" not in table,
         operator_seconds=figures["operator_seconds"],
@@ -237,35 +235,33 @@ _GC200: Final = {
     "network_gb_per_second": 320,
 }
 
-DEVICES: Final[Mapping[str, Machine]] = MappingProxyType(
-    machines_of(
-        {
-            # Speeds are from NVIDIA's data sheets. The memory is the memory that nvidia-smi prints.
-            "A100-40GB": _A100 | {"memory_gib": 39.4, "memory_gb_per_second": 1555},
-            "A100-80GB": _A100 | {"memory_gib": 79.2, "memory_gb_per_second": 2039},
-            "H100-80GB": _H100 | {"memory_gib": 79.65, "memory_gb_per_second": 3350},
-            # These are PCIe cards: NVLink connects two cards with 600 GB/s both ways.
-            "H100-PCIe-80GB": _H100
-            | {
-                "tflops": {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0, "fp8": 1513.0},
-                "memory_gib": 79.65,
-                "memory_gb_per_second": 2000,
-                "link_gb_per_second": 300,
-            },
-            "H100-NVL-94GB": _H100
-            | {
-                "tflops": {"fp32": 60.0, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5},
-                "memory_gib": 93.58,
-                "memory_gb_per_second": 3900,
-                "link_gb_per_second": 300,
-            },
-            # The source is torchtitan's notes on its benchmarks.
-            "H100-96GB": _H100 | {"memory_gib": 95.0, "memory_gb_per_second": 2400},
-            "H200-141GB": _H100 | {"memory_gib": 139.8, "memory_gb_per_second": 4800},
-            "GC200": _GC200,
+DEVICES: Final[Mapping[str, Machine]] = machines_of(
+    {
+        # Speeds are from NVIDIA's data sheets. The memory is the memory that nvidia-smi prints.
+        "A100-40GB": _A100 | {"memory_gib": 39.4, "memory_gb_per_second": 1555},
+        "A100-80GB": _A100 | {"memory_gib": 79.2, "memory_gb_per_second": 2039},
+        "H100-80GB": _H100 | {"memory_gib": 79.65, "memory_gb_per_second": 3350},
+        # These are PCIe cards: NVLink connects two cards with 600 GB/s both ways.
+        "H100-PCIe-80GB": _H100
+        | {
+            "tflops": {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0, "fp8": 1513.0},
+            "memory_gib": 79.65,
+            "memory_gb_per_second": 2000,
+            "link_gb_per_second": 300,
         },
-        "popsize",
-    )
+        "H100-NVL-94GB": _H100
+        | {
+            "tflops": {"fp32": 60.0, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5},
+            "memory_gib": 93.58,
+            "memory_gb_per_second": 3900,
+            "link_gb_per_second": 300,
+        },
+        # The source is torchtitan's notes on its benchmarks.
+        "H100-96GB": _H100 | {"memory_gib": 95.0, "memory_gb_per_second": 2400},
+        "H200-141GB": _H100 | {"memory_gib": 139.8, "memory_gb_per_second": 4800},
+        "GC200": _GC200,
+    },
+    "popsize",
 )
 """The devices that poprun-size knows by name, each as a machine of one device with the links of a usual host."""
 
