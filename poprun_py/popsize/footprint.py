@@ -2,12 +2,11 @@
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import pairwise
 from operator import itemgetter
 
 from popsize.mapping import Mapping, Workload
 from popsize.model import Layer
-from popsize.phases import Loop, UnitCost, even_cuts, memory_with, phase_cuts
+from popsize.phases import Loop, UnitCost, even_cuts, memory_with, parts_at, phase_cuts
 from popsize.stages import Stage, shown_stages
 
 
@@ -240,4 +239,4 @@ def _phase_share(stage: Stage, tensor: int, phases: int) -> float:
         for share in layer.parts
     )
     cuts = even_cuts(parts, phases)
-    return max(sum(parts[first:last]) for first, last in pairwise((*cuts, len(parts)))) / sum(parts)
+    return max(map(sum, parts_at(cuts, parts))) / sum(parts)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 _GIB: Final = 2**30
 _HALVINGS: Final = 64
@@ -192,6 +194,11 @@ def _cut_parts(sizes: tuple[float, ...], number: int, most: float) -> tuple[int,
     return (0, *reversed(begins))
 
 
+def parts_at(cuts: Sequence[int], units: Sequence[T]) -> list[Sequence[T]]:
+    """Return the parts of ``units``, for example the layers of each phase, that begin at the indices ``cuts``."""
+    return [units[first:last] for first, last in pairwise((*cuts, len(units)))]
+
+
 def numbers_of_phases(most: int) -> list[int]:
     """Return which numbers of phases (layer groups) to try: all from 1 to 16, and some above, up to ``most``."""
     step = most // _FINE + 1
@@ -202,8 +209,8 @@ def _joined(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
     """Return the cost of each phase, a group of layers: the sum of its layers' costs. Phases begin at ``cuts``."""
     names = [f.name for f in fields(UnitCost)]
     return [
-        UnitCost(**{name: sum(getattr(unit, name) for unit in units[first:last]) for name in names})
-        for first, last in pairwise((*cuts, len(units)))
+        UnitCost(**{name: sum(getattr(unit, name) for unit in part) for name in names})
+        for part in parts_at(cuts, units)
     ]
 
 

@@ -4,10 +4,10 @@ from itertools import accumulate, pairwise, product
 from typing import Final
 
 from popsize.duration import phase_plan
-from popsize.footprint import phase_units
 from popsize.hardware import GIB
 from popsize.mapping import Mapping
 from popsize.model import Model
+from popsize.phases import parts_at
 from popsize.search import Candidate
 from popsize.stages import stages_of
 from popsize.svg import NUM_HUES, document, element, escaped, rect, text, text_width
@@ -111,8 +111,8 @@ def _bar(one: Candidate, top: int, width: int) -> list[str]:
     mapping, workload = one.mapping, one.workload
     layers, number = [1] * mapping.phases, -(-workload.model.num_layers // mapping.pipeline)
     if mapping.has_layer_phases:
-        ends = (*phase_plan(workload, mapping).cuts, len(phase_units(workload, mapping)))
-        layers, number = [last - first for first, last in pairwise(ends)], ends[-1]
+        layers = [len(phase) for phase in parts_at(phase_plan(workload, mapping).cuts, workload.model.every_layer)]
+        number = sum(layers)
     places = [_MARGIN + round(width * layer / sum(layers)) for layer in accumulate(layers, initial=0)]
     parts = []
     for phase, (x, end) in enumerate(pairwise(places)):

@@ -5,7 +5,6 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any, Final
 
 from rich.table import Table
@@ -18,9 +17,9 @@ from popsize.duration import (
     tensor_rounds,
     transfer_bytes,
 )
-from popsize.footprint import phase_units
 from popsize.hardware import GIB, TERA, gib
 from popsize.mapping import Mapping, Workload
+from popsize.phases import parts_at
 from popsize.search import Answer, Candidate
 from popsize.stages import shown_stages
 
@@ -157,8 +156,7 @@ def _phase_parts(candidate: Candidate) -> list[Part]:
         ("  read", step.read_bytes, device.streaming_bytes_per_second, step.reading),
         ("  written", step.written_bytes, device.streaming_write_bytes_per_second, step.writing),
     ]
-    ends = (*plan.cuts, len(phase_units(workload, candidate.mapping)))
-    sizes = sorted({last - first for first, last in pairwise(ends)})
+    sizes = sorted({len(phase) for phase in parts_at(plan.cuts, workload.model.every_layer)})
     number = f"{sizes[0]} to {sizes[-1]} layers" if len(sizes) > 1 else f"{sizes[0]} layer{'s' * (sizes[0] > 1)}"
     shown = [
         (name, f"{size / GIB:.3f} GiB", f"in {seconds(size / speed)}", f"waiting {seconds(waited)}")

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import inf
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeAlias
@@ -21,6 +20,7 @@ from popdist.phases.phase_store import StoredTensors
 from popdist.phases.phased_layers import PhasedLayers, PhasePiece, make_absent, set_data
 from popdist.phases.store_file import Direction, Region, StoreFile, make_buffer, recorded
 from popdist.phases.used_memory import give_back_memory
+from popsize.phases import parts_at
 
 What: TypeAlias = Literal["weights", "state", "sum"]
 
@@ -149,7 +149,7 @@ class PhaseMemory:
         in memory together. ``cuts`` has the place in ``order`` at which each phase begins.
         """
         self.cuts = cuts
-        groups = [frozenset(order[first:last]) for first, last in pairwise((*cuts, len(order)))]
+        groups = map(frozenset, parts_at(cuts, order))
         self.phases = [
             Phase(units=units, pieces=tuple(it for it in self.layers.pieces if not units.isdisjoint(it.units)))
             for units in groups
