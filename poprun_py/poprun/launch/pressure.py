@@ -20,15 +20,15 @@ _MEMORY_FILES: Final = (
 """For both versions of control groups: the files with limit and use, and the name of the cache to subtract."""
 
 _KILL_FILES: Final = ("memory.events", "memory.oom_control")
-_ROOT: Final = "/sys/fs/cgroup"
+CGROUPS: Final = "/sys/fs/cgroup"
 
 
 def measure_pressure(pid: int) -> dict[str, float]:
     """Return how long a process waited for a core, how long a CPU quota stopped it, and its available memory."""
     if not pid:
         return {}
-    delay = _read(f"/proc/{pid}/schedstat").split()[1:2]  # of its main thread
-    membership = _read(f"/proc/{pid}/cgroup")
+    delay = read_kernel_file(f"/proc/{pid}/schedstat").split()[1:2]  # of its main thread
+    membership = read_kernel_file(f"/proc/{pid}/cgroup")
     return {
         "run_delay_seconds": int(delay[0]) / _NANOSECONDS if delay else 0.0,
         "throttled_seconds": throttled_seconds(membership),
@@ -36,41 +36,45 @@ def measure_pressure(pid: int) -> dict[str, float]:
     }
 
 
-def throttled_seconds(membership: str, root: str = _ROOT) -> float:
+def throttled_seconds(membership: str, root: str = CGROUPS) -> float:
     """Return the seconds for which a CPU quota stopped a process; ``membership``: its /proc/PID/cgroup as text."""
-    texts = (_read(f"{folder}/cpu.stat") for folder in _folders("cpu", membership, root))
+    files = [f"{folder}/cpu.stat" for folder in group_folders("cpu", membership, root)]
     return max(
         (
-            _number(text, "throttled_usec") / _MICROSECONDS or _number(text, "throttled_time") / _NANOSECONDS
-            for text in texts
+            (named_number(file, "throttled_usec") or 0) / _MICROSECONDS
+            or (named_number(file, "throttled_time") or 0) / _NANOSECONDS
+            for file in files
         ),
         default=0.0,
     )
 
 
-def room_bytes(membership: str, root: str = _ROOT, meminfo: str = "/proc/meminfo") -> int:
+def room_bytes(membership: str, root: str = CGROUPS, meminfo: str = "/proc/meminfo") -> int:
     """Return how many bytes a process can allocate until its machine or control group is full; 0 if unknown."""
-    lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
-    rooms = [int(fields[1]) * _KIBIBYTE for fields in lines]
-    for folder in _folders("memory", membership, root):
-        for limit, used, cache in _MEMORY_FILES:
-            limit_text, used_text = _read(f"{folder}/{limit}").strip(), _read(f"{folder}/{used}").strip()
-            if limit_text.isdecimal() and used_text.isdecimal():
-                rooms.append(int(limit_text) - int(used_text) + _number(_read(f"{folder}/memory.stat"), cache))
+    kibibytes = named_number(meminfo, "MemAvailable:")
+    rooms = [] if kibibytes is None else [kibibytes * _KIBIBYTE]
+    for folder in group_folders("memory", membership, root):
+        for names in _MEMORY_FILES:
+            limit, used = (read_kernel_file(f"{folder}/{name}").strip() for name in names[:2])
+            if limit.isdecimal() and used.isdecimal():
+                rooms.append(int(limit) - int(used) + (named_number(f"{folder}/memory.stat", names[2]) or 0))
     return max(0, min(rooms, default=0))
 
 
-def count_kills(membership: str, root: str = _ROOT) -> list[int | None]:
-    """Return how many processes the kernel killed for lack of memory: in the control group, and on the machine."""
-    files = (f"{folder}/{name}" for folder in _folders("memory", membership, root) for name in _KILL_FILES)
-    texts = (next((text for file in files if "oom_kill " in (text := _read(file))), ""), _read("/proc/vmstat"))
-    return [_number(text, "oom_kill") if text else None for text in texts]
+def count_kills(membership: str, root: str = CGROUPS, vmstat: str = "/proc/vmstat") -> list[int | None]:
+    """Return how many processes the kernel killed for lack of memory: in the control group, and on the machine.
+
+    A number that is not known is None.
+    """
+    files = (f"{folder}/{name}" for folder in group_folders("memory", membership, root) for name in _KILL_FILES)
+    counts = (named_number(file, "oom_kill") for file in files)
+    return [next((count for count in counts if count is not None), None), named_number(vmstat, "oom_kill")]
 
 
-def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
+def group_folders(controller: str, membership: str, root: str = CGROUPS) -> Iterator[str]:
     """Yield the folders of a process's control groups for ``controller`` (such as ``cpu``), innermost first."""
     for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
+        controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
         # in version 1, distributions mount the controller under its name, or make a link
@@ -81,15 +85,16 @@ def _folders(controller: str, membership: str, root: str) -> Iterator[str]:
         yield top  # in a container this folder is the container's own group, whatever its name outside
 
 
-def _number(text: str, label: str) -> int:
-    """Return the number behind ``label`` in ``text``, whose lines are names with numbers; 0 if it is missing."""
-    pairs = (line.partition(" ") for line in text.splitlines())
-    return next((int(number) for name, _, number in pairs if name == label), 0)
+def named_number(file: str, name: str) -> int | None:
+    """Return the number after ``name`` in a file whose lines are names with numbers; None if it is missing."""
+    rows = (line.split() for line in read_kernel_file(file).splitlines())
+    return next((int(row[1]) for row in rows if row[:1] == [name]), None)
 
 
-def _read(file: str) -> str:
+def read_kernel_file(file: str) -> str:
+    """Return the whole text of ``file``, a file of the kernel such as /proc/self/cgroup; "" if there is none."""
     try:
-        with open(file, encoding="ascii", errors="replace") as stream:
+        with open(file, encoding="utf-8", errors="replace") as stream:
             return stream.read()
     except OSError:
         return ""

@@ -12,7 +12,7 @@ import os
 import time
 from _struct import calcsize, unpack
 
-from poprun.launch.pressure import count_kills, measure_pressure
+from poprun.launch.pressure import count_kills, measure_pressure, read_kernel_file
 from poprun.launch.process.process_tree import (
     ProcessKey,
     catches,
@@ -107,7 +107,7 @@ def describe_process(pid: int) -> str:
     parts = [_STATES.get(state, f"in state {state}")]
     if state not in _STOPPED:
         parts[0] += _system_call(pid) if state != _RUNNING else ""
-        channel = _read(pid, "wchan")
+        channel = read_kernel_file(f"/proc/{pid}/wchan").strip()
         parts += [f"wait channel {channel}"] if channel not in _NO_CHANNEL and state != _RUNNING else []
     num_threads = fields.get("Threads", "1")
     if num_threads != "1":
@@ -123,26 +123,14 @@ def _name(pid: int, fields: dict[str, str]) -> str:
 
 def _system_call(pid: int) -> str:
     """Return the system call in which the process ``pid`` waits; empty if this user may not trace the process."""
-    number = _read(pid, "syscall").partition(" ")[0]
+    number = read_kernel_file(f"/proc/{pid}/syscall").partition(" ")[0]
     return f" in {name_system_call(number)}" if number.isdecimal() else ""
 
 
 def _fields(pid: int) -> dict[str, str]:
     """Return the fields of the file /proc/PID/status for the process ``pid``; {} if the process has ended."""
-    pairs = (line.partition(":") for line in _read(pid, "status").splitlines())
+    pairs = (line.partition(":") for line in read_kernel_file(f"/proc/{pid}/status").splitlines())
     return {name: value.strip() for name, _, value in pairs}
-
-
-def _read(pid: int, file: str) -> str:
-    return _read_file(f"/proc/{pid}/{file}")
-
-
-def _read_file(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read().strip()
-    except OSError:
-        return ""
 
 
 def find_locks(pids: Collection[int], locks: str = "") -> Message:
@@ -155,7 +143,7 @@ def find_locks(pids: Collection[int], locks: str = "") -> Message:
     awaited: dict[str, str] = {}
     holders: dict[str, int] = {}
     host = os.uname().nodename
-    for line in (locks or _read_file("/proc/locks")).splitlines():
+    for line in (locks or read_kernel_file("/proc/locks")).splitlines():
         words = line.split()
         is_waiting = words[1:2] == ["->"]
         if len(words) < _LOCK_WORDS + is_waiting:
@@ -355,7 +343,7 @@ class ProgramWatch:
         """Begin to measure the started program; ``temporary`` is the program's folder for temporary files."""
         self._places = [self._order["working_directory"], temporary, "/dev/shm"]
         self._set_next_measurement()
-        self._kills = count_kills(_read(os.getpid(), "cgroup"))
+        self._kills = count_kills(read_kernel_file("/proc/self/cgroup"))
 
     def machine_event(self) -> Message:
         """Return a message for poprun: how many processes the kernel killed on this host, and memory limits."""

@@ -9,57 +9,29 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Final, NamedTuple
 
 from poprun.errors import SHORTAGES, LaunchError
+from poprun.launch.pressure import CGROUPS, count_kills, group_folders, read_kernel_file
 
-CGROUPS: Final = "/sys/fs/cgroup"
 MEMBERSHIP: Final = "/proc/self/cgroup"
 _VMSTAT: Final = "/proc/vmstat"
 
 
-class ControlGroup(NamedTuple):
-    """A control group (cgroup) that contains this process: its version, and its folder, which may not exist."""
-
-    folder: str
-    is_unified: bool
-
-    def file(self, unified: str, older: str) -> str:
-        """Return the path of a file of the group; it is called ``unified`` in cgroup version 2, else ``older``."""
-        return os.path.join(self.folder, unified if self.is_unified else older)
-
-
-def control_groups(controller: str, membership: str, cgroups: str) -> Iterator[ControlGroup]:
-    """Yield this process's control groups that may limit ``controller``, such as ``memory``; innermost first."""
-    try:
-        lines = read_text(membership).splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with suppress(ValueError):
-            _, controllers, path = line.split(":", 2)
-            if not controllers or controller in controllers.split(","):
-                root = os.path.join(cgroups, controller) if controllers else cgroups
-                names = [name for name in path.split("/") if name]
-                for depth in range(len(names), -1, -1):
-                    yield ControlGroup(os.path.join(root, *names[:depth]), is_unified=not controllers)
-
-
 def cpu_quota(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> float | None:
     """Return how many cores' time this process's control groups allow, such as 1.5; None if none has a limit."""
-    quotas = map(_group_quota, control_groups("cpu", membership, cgroups))
+    quotas = map(_group_quota, group_folders("cpu", read_kernel_file(membership), cgroups))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _group_quota(group: ControlGroup) -> float | None:
-    with suppress(OSError, ValueError):
-        quota, *period = read_text(group.file("cpu.max", "cpu.cfs_quota_us")).split()
-        if quota in ("max", "-1"):
-            return None
-        return int(quota) / int(period[0] if period else read_text(group.file("", "cpu.cfs_period_us")))
+def _group_quota(folder: str) -> float | None:
+    older = (f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us")
+    with suppress(ValueError):  # without a limit, the quota is called max
+        words = read_kernel_file(f"{folder}/cpu.max") or " ".join(map(read_kernel_file, older))
+        quota, period = map(int, words.split())
+        return quota / period if quota >= 0 else None
     return None
 
 
@@ -77,21 +49,7 @@ class KillCounts(NamedTuple):
 
 def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
     """Return how many processes the kernel killed for lack of memory, in the control group and on the machine."""
-    files = (
-        group.file("memory.events", "memory.oom_control")
-        for group in control_groups("memory", membership, cgroups)
-    )
-    counts = (named_count(file, "oom_kill") for file in files)
-    in_group = next((count for count in counts if count is not None), None)
-    return KillCounts(in_group=in_group, on_machine=named_count(vmstat, "oom_kill"))
-
-
-def named_count(path: str, name: str) -> int | None:
-    """Return the number after ``name`` in a file whose lines are names with numbers; None if it is missing."""
-    with suppress(OSError, ValueError):
-        rows = [line.split() for line in read_text(path).splitlines()]
-        return next((int(row[1]) for row in rows if row[:1] == [name]), None)
-    return None
+    return KillCounts(*count_kills(read_kernel_file(membership), cgroups, vmstat))
 
 
 def read_text(path: str) -> str:

@@ -7,16 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from poprun.launch.process.limits import (
-    CGROUPS,
-    MEMBERSHIP,
-    ControlGroup,
-    KillCounts,
-    control_groups,
-    kill_counts,
-    named_count,
-    read_text,
-)
+from poprun.launch.pressure import CGROUPS, group_folders, named_number, read_kernel_file
+from poprun.launch.process.limits import MEMBERSHIP, KillCounts, kill_counts
 
 _MEMINFO: Final = "/proc/meminfo"
 _SHARED_MEMORY: Final = "/dev/shm"
@@ -57,13 +49,13 @@ def evidence_since(before: KillCounts) -> Evidence:
 
 def memory_limits(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> MemoryLimits:
     """Return how much memory and processor time a program may use on this machine. Arguments are for tests."""
-    groups = (_group_limit(group) for group in control_groups("memory", membership, cgroups))
-    kibibytes = named_count(_MEMINFO, "MemTotal:")
+    limits = map(_group_limit, group_folders("memory", read_kernel_file(membership), cgroups))
+    kibibytes = named_number(_MEMINFO, "MemTotal:")
     shared = None
     with suppress(OSError):
         shared = os.statvfs(_SHARED_MEMORY)
     return MemoryLimits(
-        group_bytes=min((limit for limit in groups if limit is not None), default=None),
+        group_bytes=min((limit for limit in limits if limit is not None), default=None),
         machine_bytes=None if kibibytes is None else kibibytes * _KIBIBYTE,
         address_space_bytes=_soft_limit(resource.RLIMIT_AS),
         cpu_seconds=_soft_limit(resource.RLIMIT_CPU),
@@ -72,9 +64,11 @@ def memory_limits(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> Memor
     )
 
 
-def _group_limit(group: ControlGroup) -> int | None:
-    with suppress(OSError, ValueError):
-        limit = int(read_text(group.file("memory.max", "memory.limit_in_bytes")))
+def _group_limit(folder: str) -> int | None:
+    with suppress(ValueError):  # without a limit, the limit is called max
+        limit = int(
+            read_kernel_file(f"{folder}/memory.max") or read_kernel_file(f"{folder}/memory.limit_in_bytes")
+        )
         return limit if limit < _NO_LIMIT_BYTES else None
     return None
 
