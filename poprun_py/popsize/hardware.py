@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeGuard
+from typing import Any, Final, Literal, TypeGuard, get_args
 
 from popsize.errors import MachineError, shown
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "tf32", "fp16", "bf16", "fp8")
+PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
 
 GIGA: Final = 10**9
 TERA: Final = 10**12

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from popsize.catalogue import model_digest
 from popsize.constants import CONSTANTS, Constants
@@ -18,12 +18,12 @@ from popsize.model import RECOMPUTE, Model, Recompute
 from popsize.stages import most_phases
 
 Sharding = Literal["none", "optimizer", "gradients", "weights"]
-SHARDING: Final[tuple[Sharding, ...]] = ("none", "optimizer", "gradients", "weights")
+SHARDING: Final[tuple[Sharding, ...]] = get_args(Sharding)
 """The choices of state to shard over replicas. Each choice after ``none`` also shards the state of the choices
 before."""
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
-SCHEDULES: Final[tuple[Schedule, ...]] = ("gpipe", "1f1b", "interleaved")
+SCHEDULES: Final[tuple[Schedule, ...]] = get_args(Schedule)
 
 ENGINES: Final = ("torch", "other")
 
@@ -165,9 +165,7 @@ class Mapping:
     @property
     def text(self) -> str:
         """The mapping as text for `--fix`: tensor, pipeline, replicas, micro_batch, others if not default."""
-        plain = Mapping()
-        names = [f.name for f in fields(self)]
-        shown = [name for name in names if name in _ALWAYS or getattr(self, name) != getattr(plain, name)]
+        shown = [f.name for f in fields(self) if f.name in _ALWAYS or getattr(self, f.name) != f.default]
         return ",".join(f"{name}={_word(getattr(self, name))}" for name in shown)
 
 

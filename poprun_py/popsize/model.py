@@ -6,12 +6,12 @@ Transformer Models" (arXiv 2205.05198), and are extended to grouped-query heads,
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from popsize.errors import ModelError
 
 Recompute = Literal["none", "attention", "layer"]
-RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "attention", "layer")
+RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
 HALF_BYTES: Final = 2
 """Bytes of a 16-bit activation. Other precisions multiply the bytes of activations by a factor."""

@@ -87,7 +87,7 @@ def _stage_words(model: Model, mapping: Mapping, stage: int) -> list[str]:
     """Return the lines of text in a picture of a pipeline stage's devices: their layers, and each layer's part."""
     stages = stages_of(model, mapping.pipeline)
     blocks = [sum(n for layer, n in one.layers if layer is model.block) for one in stages]
-    first, last = [0, *accumulate(blocks)][stage], list(accumulate(blocks))[stage]
+    first, last = sum(blocks[:stage]), sum(blocks[: stage + 1])
     others = [layer.name for layer, _ in stages[stage].layers if layer is not model.block]
     words = [f"layers {first + 1}-{last}" if last > first + 1 else f"layer {last}"]
     words += [" and ".join(others)] if others else []
