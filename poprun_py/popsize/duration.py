@@ -274,9 +274,8 @@ def streamed_bytes(workload: Workload, mapping: Mapping) -> tuple[float, float]:
         shards = mapping.weight_shards
         behind += number * parameters * (2 * training.weight_bytes + training.gradient_bytes) / shards
     if mapping.offload_activations or mapping.phases > 1:
-        kept = model.block.stored(mapping.recompute)
         layers = number * mapping.micro_batch * model.num_layers / mapping.pipeline
-        size = kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel) * workload.width
+        size = mapping.share(model.block.stored(mapping.recompute)) * workload.width
         behind += 2 * layers * size
     return waiting, behind
 

@@ -132,9 +132,7 @@ def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
     for before, layer in zip([None, *every], every, strict=False):
         parameters = layer.parameters.on_device(tensor)
         own = parameters - (workload.model.tied_parameters / tensor if len(units) == len(every) - 1 else 0.0)
-        running = (layer.kept + layer.loss_bytes + layer.backward_bytes).on_device(
-            tensor, sequence_parallel=mapping.sequence_parallel
-        )
+        running = mapping.share(layer.kept + layer.loss_bytes + layer.backward_bytes)
         units.append(
             UnitCost(
                 weight_bytes=parameters * training.weight_bytes,
@@ -150,18 +148,14 @@ def phase_units(workload: Workload, mapping: Mapping) -> tuple[UnitCost, ...]:
 
 def _activations(stage: Stage, workload: Workload, mapping: Mapping) -> float:
     """Return the bytes of activations that a device keeps for the backward passes of all micro batches."""
-    stored = sum(
-        n * layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
-        for layer, n in stage.layers
-    )
+    stored = sum(n * mapping.share(layer.stored(mapping.recompute)) for layer, n in stage.layers)
     number = in_flight(mapping, stage.index, mapping.num_micro_batches(workload.training.global_batch))
     return mapping.micro_batch * workload.width * stored * number
 
 
 def _passing_bytes(layer: Layer, workload: Workload, mapping: Mapping) -> float:
     """Return the bytes that a device needs only while ``layer`` runs, besides kept activations."""
-    whole = layer.kept.on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
-    kept = layer.stored(mapping.recompute).on_device(mapping.tensor, sequence_parallel=mapping.sequence_parallel)
+    whole, kept = mapping.share(layer.kept), mapping.share(layer.stored(mapping.recompute))
     brief = (layer.loss_bytes + layer.backward_bytes).on_device(mapping.tensor) + layer.output_bytes
     # Sharded gradients are added while scattered, and the gradients of a phase stay: both are counted elsewhere.
     is_added = mapping.gradient_shards == 1 and mapping.phases == 1

@@ -14,7 +14,7 @@ from popsize.catalogue import model_digest
 from popsize.constants import CONSTANTS, Constants
 from popsize.errors import MappingError
 from popsize.hardware import PRECISIONS, Machine, PlannedDevices, Precision
-from popsize.model import RECOMPUTE, Model, Recompute
+from popsize.model import RECOMPUTE, Model, Recompute, Split
 from popsize.stages import most_phases
 
 Sharding = Literal["none", "optimizer", "gradients", "weights"]
@@ -157,6 +157,10 @@ class Mapping:
     def gradient_shards(self) -> int:
         """Number of replicas over which gradients are sharded; 1 if gradients are not sharded."""
         return {"gradients": self.optimizer_shards, "weights": self.weight_shards}.get(self.sharding, 1)
+
+    def share(self, amount: Split) -> float:
+        """Return the part of a layer's ``amount``, such as bytes, that each device of a tensor group has."""
+        return amount.on_device(self.tensor, sequence_parallel=self.sequence_parallel)
 
     def num_micro_batches(self, global_batch: int) -> int:
         """Return the number of micro batches per replica and step (gradient accumulation)."""
