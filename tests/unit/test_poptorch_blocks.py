@@ -239,6 +239,7 @@ def test_phases_are_checked() -> None:
         lambda: parallel.phase(1).ipus(1, 2),
         lambda: poptorch.Phase(poptorch.Stage("a"), "b"),
         lambda: poptorch.SerialPhasedExecution(AUTO.SameAsIpu, "a"),
+        lambda: poptorch.SerialPhasedExecution(AUTO.SameAsIpu, AUTO.AutoIncrement),
         lambda: serial.setTensorsLiveness(3),  # type: ignore[arg-type]  # what is refused
     ]
     for call in wrong:

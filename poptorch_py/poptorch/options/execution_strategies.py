@@ -82,7 +82,7 @@ class PipelinedExecution(ExecutionStrategy):
     def __init__(self, *stages: AutoStage | Stage | str) -> None:
         auto_stage = stages[0] if stages and isinstance(stages[0], AutoStage) else AutoStage.SameAsIpu
         named = [stage for stage in stages if not isinstance(stage, AutoStage)]
-        if (named and len(named) < len(stages)) or len(stages) - len(named) > 1:
+        if len(stages) > max(1, len(named)):
             raise AssertionError(f"{type(self).__name__} takes one AutoStage, or stages, and was given {stages}")
         super().__init__(auto_stage, [stage if isinstance(stage, Stage) else Stage(stage) for stage in named])
 
@@ -101,7 +101,7 @@ class _PhasedExecution(ExecutionStrategy):
     def __init__(self, *phases: AutoStage | Phase | Sequence[Stage | str] | str) -> None:
         auto_stage = phases[0] if phases and isinstance(phases[0], AutoStage) else AutoStage.AutoIncrement
         self.phases = [_phase(phase) for phase in phases if not isinstance(phase, AutoStage)]
-        if self.phases and len(self.phases) < len(phases):
+        if len(phases) > max(1, len(self.phases)):
             raise AssertionError(f"{type(self).__name__} takes one AutoStage, or phases, and was given {phases}")
         super().__init__(auto_stage, [stage for phase in self.phases for stage in phase.stages])
 
