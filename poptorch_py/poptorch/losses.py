@@ -81,7 +81,7 @@ class LossSearch(OperationWatch):
     def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation, and keep a loss."""
         if operation is Tensor.backward:
-            refuse_backward()
+            REFUSED_BACKWARD()
         result = super().run(operation, args, kwargs)
         if operation in LOSSES:
             self._losses.append(result)
@@ -146,19 +146,14 @@ class LossPlace:
         return found
 
 
-def refuse_backward(*_args: object, **_kwargs: object) -> None:
-    """In place of ``backward()`` of a model's results."""
-    raise Error(
-        "backward() cannot be called explicitly: a model of poptorch.trainingModel makes the whole step, backward "
-        "pass and optimizer included, when it is called"
-    )
-
-
 class _RefusedBackward:
-    """``backward`` of a result; whoever saves the result saves nothing of it."""
+    """In place of ``backward()`` of a model's results; whoever saves a result saves nothing of this."""
 
     def __call__(self, *_args: object, **_kwargs: object) -> None:
-        refuse_backward()
+        raise Error(
+            "backward() cannot be called explicitly: a model of poptorch.trainingModel makes the whole step, "
+            "backward pass and optimizer included, when it is called"
+        )
 
     def __deepcopy__(self, _memo: object) -> "_RefusedBackward":
         return self
