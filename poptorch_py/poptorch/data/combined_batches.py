@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -11,7 +10,6 @@ from typing import Any, Final
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from poptorch._logging import logger
 from poptorch.custom_types import PARSERS, ICustomArgParser, parser_of, picklable_parsers
 from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
@@ -156,7 +154,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if batch_size is not None:
             at_least_one("batch_size", batch_size)
         _check_kinds(dataset, mode, async_options)
-        _warn_of_many(num_workers)
         check_options("poptorch.DataLoader", options)._freeze()  # noqa: SLF001 - using options freezes them
         self._options = options
         self._factor = count_parts(options)
@@ -279,16 +276,6 @@ def _check_kinds(dataset: object, mode: object, async_options: object) -> None:
         raise Error(f"async_options must be a dict, as {{'buffer_size': 3}}, and is {async_options!r}")
     if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
         raise Error(f"poptorch.DataLoader takes a dataset, and was given {dataset!r}")
-
-
-def _warn_of_many(num_workers: int) -> None:
-    num_cores = len(os.sched_getaffinity(0))
-    if num_workers > num_cores:
-        logger.warning(
-            "poptorch.DataLoader starts num_workers=%d processes on %d cores, and its first batch waits for all. "
-            "One or two for each core are enough",
-            *(num_workers, num_cores),
-        )
 
 
 def _check_batch_sampler(batch_size: int | None, *, shuffle: bool | None, is_divided: bool) -> None:
