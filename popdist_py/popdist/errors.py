@@ -109,7 +109,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 def whole_number(
-    what: str, value: object, error: type[PopdistError], *, minimum: int = 1, maximum: int | None = None
+    what: str, value: object, error: type[Exception], *, minimum: int = 1, maximum: int | None = None
 ) -> int:
     """Return ``value`` as an int; raise ``error`` if it is not whole, or not from ``minimum`` to ``maximum``."""
     if type(value) is int and value >= minimum and (maximum is None or value <= maximum):

@@ -17,6 +17,7 @@ import torch.utils.data
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from popdist.errors import whole_number
 from poptorch.custom_types import (
     PARSERS,
     ICustomArgParser,
@@ -26,7 +27,7 @@ from poptorch.custom_types import (
     unflatten,
 )
 from poptorch.enums import SharingStrategy
-from poptorch.errors import Error, is_whole
+from poptorch.errors import Error
 
 _START_METHODS: Final = {
     SharingStrategy.SharedMemory: "spawn",
@@ -104,10 +105,9 @@ def _check_arguments(
 ) -> None:
     if getattr(dataset, "_accessor", None) is not None:
         raise Error("The DataLoader already uses an AsynchronousDataAccessor: give it mode=DataLoaderMode.Sync")
-    if not is_whole(buffer_size) or buffer_size < 1:
-        raise Error(f"buffer_size={buffer_size!r} must be a whole number of at least 1")
-    if rebatched_size is not None and (not is_whole(rebatched_size) or rebatched_size < 1):
-        raise Error(f"rebatched_size={rebatched_size!r} must be a whole number of at least 1, or None")
+    whole_number("buffer_size", buffer_size, Error)
+    if rebatched_size is not None:
+        whole_number("rebatched_size", rebatched_size, Error)
     if not isinstance(sharing_strategy, SharingStrategy):
         raise Error(f"sharing_strategy={sharing_strategy!r} must be a poptorch.SharingStrategy")
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import popdist
-from poptorch.errors import is_whole
+from popdist.errors import whole_number
 from poptorch.options.model_options import Options
 from poptorch.options.sub_options import _DistributedOptions
 
@@ -37,10 +37,7 @@ class JobOptions(Options):
         super().__init__()
         given = popdist.ipus_per_replica()
         if ipus_per_replica is not None:
-            if not is_whole(ipus_per_replica) or ipus_per_replica < 1:
-                raise popdist.ContractError(
-                    f"ipus_per_replica={ipus_per_replica!r} must be a whole number of at least 1"
-                )
+            whole_number("ipus_per_replica", ipus_per_replica, popdist.ContractError)
             if ipus_per_replica != given and popdist.isPopdistEnvSet():
                 raise popdist.ContractError(
                     f"popdist.poptorch.Options(ipus_per_replica={ipus_per_replica}), and poprun gave each replica "

@@ -280,15 +280,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
             f"broadcast_object(root_rank={root_rank}): instance {root_rank} brought a {told[1]}; send numbers, "
             "texts, tensors, and lists, tuples, sets and dicts of them"
         )
-    message = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if is_root
-        else torch.empty(told[0], dtype=torch.uint8, device="cpu")
-    )
-    if context.device().type != "cpu" and "cpu" not in context.current_group().backend.device_kinds:
-        message = message.to(context.device())
-    collectives.broadcast(message, root_rank)
-    return obj if is_root else torch.load(io.BytesIO(message.cpu().numpy().tobytes()), weights_only=True)
+    received = collectives.send_bytes(context.current_group(), data, told[0], root_rank)
+    return obj if is_root else torch.load(io.BytesIO(received), weights_only=True)
 
 
 def _encode(obj: object) -> tuple[bytes, str]:
