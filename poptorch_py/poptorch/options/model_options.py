@@ -8,7 +8,7 @@ import copy
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any, Final, Self
@@ -30,15 +30,6 @@ from poptorch.options.sub_options import (
     _TrainingOptions,
 )
 
-_PARTS: Final[Mapping[str, Callable[[], OptionValues]]] = {
-    "Training": _TrainingOptions,
-    "Precision": _PrecisionOptions,
-    "Distributed": _DistributedOptions,
-    "TensorLocations": _TensorLocationOptions,
-    "Jit": _JitOptions,
-    "_Popart": _PopartOptions,
-}
-
 _RANDOM_NORMAL: Final = 2  # PopART's number of synthetic data
 
 
@@ -48,14 +39,6 @@ class Options(OptionValues):
     ``POPTORCH_DEFAULT_OPTIONS`` (JSON: setter to value) and ``POPTORCH_CACHE_DIR`` are applied first. Options are
     frozen once a loader or a model uses them; ``clone()`` gives others that are not.
     """
-
-    Training: _TrainingOptions  # how gradients become one
-    Precision: _PrecisionOptions  # dtypes and rounding
-    Distributed: _DistributedOptions  # which process of the job this one is
-    TensorLocations: _TensorLocationOptions  # where tensors lie
-    Jit: _JitOptions  # how the model was traced
-    _Popart: _PopartOptions
-    _execution_strategy: ExecutionStrategy
 
     def __init__(self) -> None:
         super().__init__(
@@ -80,8 +63,13 @@ class Options(OptionValues):
             module_namescope_enabled=True,
         )
         self._defaults["max_repeat_logs"] = None  # which it may be
-        self.__dict__.update({name: make() for name, make in _PARTS.items()})
-        self.__dict__["_execution_strategy"] = PipelinedExecution()
+        self.Training = _TrainingOptions()  # how gradients become one
+        self.Precision = _PrecisionOptions()  # dtypes and rounding
+        self.Distributed = _DistributedOptions()  # which process of the job this one is
+        self.TensorLocations = _TensorLocationOptions()  # where tensors lie
+        self.Jit = _JitOptions()  # how the model was traced
+        self._Popart = _PopartOptions()
+        self._execution_strategy: ExecutionStrategy = PipelinedExecution()
         if folder := environment.setting("CACHE_DIR"):
             logger.info("POPTORCH_CACHE_DIR is set: setting cache path to %s", folder)
             self.enableExecutableCaching(folder)
@@ -145,7 +133,7 @@ class Options(OptionValues):
             raise AssertionError(
                 f"{strategy!r} is no execution strategy: give a poptorch.PipelinedExecution or an AutoStage"
             )
-        self.__dict__["_execution_strategy"] = strategy
+        self._execution_strategy = strategy
         return self
 
     def setAvailableMemoryProportion(self, available_memory_proportion: Mapping[str, float]) -> Self:
@@ -171,7 +159,7 @@ class Options(OptionValues):
         """Replicas that get the same samples; divides the combined batch."""
         return self.set(
             input_group_size=at_least_one("input_group_size", input_group_size),
-            input_group_type=one_of("input_group_type", input_group_type, CommGroupType),
+            input_group_type=input_group_type,
         )
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
@@ -202,11 +190,11 @@ class Options(OptionValues):
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
         """When a device is attached; with ``ConnectionType.Never`` a model does not run."""
-        return self.set(connection_type=one_of("connectionType", connection_type, ConnectionType))
+        return self.set(connection_type=connection_type)
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
         """Which IPUs wait for each other. No effect: replicas wait for each other once a step."""
-        return self.set(sync_pattern=one_of("syncPattern", sync_pattern, SyncPattern))
+        return self.set(sync_pattern=sync_pattern)
 
     def useIpuId(self, ipu_id: int) -> Self:
         """Which IPU to use. No effect: poprun gives each instance its devices."""
@@ -284,8 +272,8 @@ class Options(OptionValues):
     def toDict(self) -> dict[str, Any]:
         """All options by name, those of the parts too, with enumerations as their numbers."""
         values = super().toDict()
-        for name in _PARTS:
-            values |= getattr(self, name).toDict()
+        for part in self._parts().values():
+            values |= part.toDict()
         values["execution_mode"] = self._execution_strategy._execution_mode  # noqa: SLF001 - PopTorch's programs read the attribute by this name
         return values
 
@@ -295,11 +283,14 @@ class Options(OptionValues):
 
     def _freeze(self) -> None:
         super()._freeze()
-        for name in _PARTS:
-            getattr(self, name)._freeze()  # noqa: SLF001 - each part of the options has the same base class
+        for part in self._parts().values():
+            part._freeze()  # noqa: SLF001 - each part of the options has the same base class
+
+    def _parts(self) -> dict[str, OptionValues]:
+        return {name: part for name, part in vars(self).items() if isinstance(part, OptionValues)}
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in _PARTS)
+        parts = ", ".join(f"{name}={part!r}" for name, part in self._parts().items())
         return f"{super().__repr__().removesuffix(')')}, {parts})"
 
 

@@ -101,6 +101,8 @@ def plain(value: Any) -> Any:
 
 def _checked(name: str, value: Any, default: Any) -> Any:
     """``value`` in the type of ``default``."""
+    if isinstance(default, Enum):
+        return one_of(name, value, type(default))
     if default is None or (isinstance(value, type(default)) and (type(value) is bool) == (type(default) is bool)):
         return value
     if type(default) is int and is_whole(value):

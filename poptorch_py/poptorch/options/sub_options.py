@@ -8,7 +8,7 @@ import torch
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.environment import NUM_PROCESSES, PROCESS_ID, process_in, process_of_job
 from poptorch.errors import is_whole
-from poptorch.options.option_values import OptionValues, at_least_one, one_of, plain
+from poptorch.options.option_values import OptionValues, at_least_one, plain
 
 _FEWEST_IO_TILES: Final = 32
 _MOST_IO_TILES: Final = 192
@@ -32,15 +32,13 @@ class _TrainingOptions(OptionValues):
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
         """Mean or sum of the gradients of micro batches and replicas."""
-        checked = one_of("accumulationAndReplicationReductionType", reduction_type, ReductionType)
-        return self.set(accumulation_and_replication_reduction_type=checked)
+        return self.set(accumulation_and_replication_reduction_type=reduction_type)
 
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> Self:
         """When a mean is divided. No effect: gradients are added in float32 and divided once."""
-        checked = one_of("mean_reduction_strategy", mean_reduction_strategy, MeanReductionStrategy)
-        return self.set(meanAccumulationAndReplicationReductionStrategy=checked)
+        return self.set(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
         """Whether the loss scaling follows the gradients."""
@@ -79,9 +77,7 @@ class _PrecisionOptions(OptionValues):
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
         """The dtype of operations on half and float. No effect: weights follow the input, else torch's rules."""
-        return self.set(
-            half_float_casting=one_of("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
-        )
+        return self.set(half_float_casting=half_float_casting)
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> Self:
         """Keep the statistics of BatchNorm in float. No effect: they have the dtype of the module."""
