@@ -136,7 +136,7 @@ def check_callable(error: type[PopdistError], **given: object) -> None:
             raise error(f"{what}={value!r} must be a function")
 
 
-def seed_number(value: object, error: type[PopdistError]) -> int:
+def seed_number(value: object, error: type[Exception]) -> int:
     """Return the seed ``value`` as an int; raise ``error`` if torch does not accept this seed."""
     number = _as_whole(value)
     if number is None or not _SMALLEST_SEED <= number <= _LARGEST_SEED:

@@ -10,10 +10,11 @@ from typing import Any, Final
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
+from popdist.errors import whole_number
 from poptorch.custom_types import PARSERS, ICustomArgParser, parser_of, picklable_parsers
 from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
-from poptorch.errors import Error, is_whole
+from poptorch.errors import Error
 from poptorch.options import Options, check_options
 from poptorch.options.combined_batch import count_parts
 from poptorch.options.option_values import at_least_one, one_of
@@ -196,11 +197,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise Error(f"rebatched_worker_size is for DataLoaderMode.AsyncRebatched, and the mode is {mode.name}")
         if self._rebatched_size is None:
             raise Error("rebatched_worker_size is for batches of batch_size samples, without a batch_sampler")
-        if not is_whole(worker_size) or not 1 <= worker_size <= self._rebatched_size:
-            raise Error(
-                f"rebatched_worker_size={worker_size!r} must be from 1 to the size of the combined batch, "
-                f"{self._rebatched_size}"
-            )
+        whole_number("rebatched_worker_size", worker_size, Error, maximum=self._rebatched_size)
 
     def _divide(
         self, dataset: Dataset[Any], kwargs: dict[str, Any], *, shuffle: bool, drop_last: bool

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from popdist.errors import whole_number
 from poptorch.enums import MatMulSerializationMode, MultiConvPartialsType, MultiConvPlanType, OverlapMode
 from poptorch.errors import Error, check_arguments
 from poptorch.options.option_values import one_of
@@ -42,7 +43,7 @@ def serializedMatMul(
     """
     del keep_precision
     one_of("serializedMatMul: mode", mode, MatMulSerializationMode)
-    _check_count("serializedMatMul: factor", factor)
+    whole_number("serializedMatMul: factor", factor, AssertionError, minimum=0)
     check_arguments("serializedMatMul", "a tensor", lhs=lhs, rhs=rhs)
     sizes = {
         MatMulSerializationMode.InputChannels: lhs.shape[-2] if lhs.dim() > 1 else 1,
@@ -128,8 +129,8 @@ class MultiConv:
 
     def perConvReservedTiles(self, value: int) -> Self:
         """Tiles that are kept for each convolution, from 0."""
-        _check_count("MultiConv.perConvReservedTiles", value)
-        return self._set(perConvReservedTiles=value)
+        tiles = whole_number("MultiConv.perConvReservedTiles", value, AssertionError, minimum=0)
+        return self._set(perConvReservedTiles=tiles)
 
     def cycleBackOff(self, value: float) -> Self:
         """How much slower than the fastest plan a convolution may be, from 0 to 1."""
@@ -154,11 +155,6 @@ def _with_overlap(name: str, value: T, mode: OverlapMode) -> T:
     if not isinstance(mode, OverlapMode):
         raise Error(f"poptorch.{name}: mode must be a member of poptorch.OverlapMode, and is {mode!r}")
     return value
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise AssertionError(f"{name} must be a whole number from 0, and is {value!r}")
 
 
 def _check_proportion(name: str, value: object) -> None:

@@ -30,16 +30,9 @@ class OptimizerValues:
     kind: OptimizerKind
     # the dtypes that were asked for, by attribute; empty for an optimizer of torch
     types: Mapping[str, torch.dtype]
+    moment_types: Mapping[str, torch.dtype]  # those of the state: a combined accumulator has that of the gradients
     graph: Mapping[str, Value]  # values for all parameters, by their names in the log
     groups: Sequence[Mapping[str, Value]]  # values of each group, by their names in the log
-    is_combined: bool  # whether gradients are added into the velocity
-
-    @property
-    def moment_types(self) -> Mapping[str, torch.dtype]:
-        """The dtypes of the state: a combined accumulator has that of the gradients."""
-        if self.is_combined and self.types["accum_type"] == torch.float16:
-            return {**self.types, "velocity_accum_type": torch.float16}
-        return self.types
 
     def lines(self) -> list[str]:
         """Lines of the log: one for all parameters, and one for each group."""
@@ -71,16 +64,19 @@ def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
         **_named(optimizer, kind, scalings),
     }
     groups = [_named(optimizer, kind, group) for group in optimizer.param_groups]
-    types = [name for name in kind.signature.parameters if name.endswith("accum_type")]
-    if kind is SGD_KIND and not getattr(optimizer, "use_combined_accum", False):
+    known = [name for name in kind.signature.parameters if name.endswith("accum_type")]
+    types = {name: getattr(optimizer, name) for name in known if hasattr(optimizer, name)}
+    is_combined = getattr(optimizer, "use_combined_accum", False)  # gradients are added into the velocity
+    is_half = is_combined and types["accum_type"] == torch.float16
+    if kind is SGD_KIND and not is_combined:
         velocity = Value(scaled, is_constant(optimizer, kind, "loss_scaling"))
         groups = [{**group, "velocityScaling": velocity} for group in groups]
     return OptimizerValues(
         kind=kind,
-        types={name: getattr(optimizer, name) for name in types if hasattr(optimizer, name)},
+        types=types,
+        moment_types={**types, "velocity_accum_type": torch.float16} if is_half else types,
         graph=graph,
         groups=groups,
-        is_combined=bool(getattr(optimizer, "use_combined_accum", False)),
     )
 
 

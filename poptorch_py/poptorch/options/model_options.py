@@ -9,16 +9,16 @@ import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from operator import index
 from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
 
+from popdist.errors import seed_number
 from poptorch import enums, environment
 from poptorch._logging import logger
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
-from poptorch.errors import ConfigFileError, Error, is_whole
+from poptorch.errors import ConfigFileError, Error
 from poptorch.options.execution_strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.options.option_values import OptionValues, at_least_one, one_of
 from poptorch.options.sub_options import (
@@ -229,12 +229,9 @@ class Options(OptionValues):
 
     def randomSeed(self, random_seed: int) -> Self:
         """The seed of torch, which is set at once, of shuffling and of the replicas' random states."""
-        if not is_whole(random_seed) or not -(2**63) <= index(random_seed) < 2**64:
-            raise AssertionError(
-                f"random_seed must be a whole number from -2**63 to 2**64 - 1, and is {random_seed!r}"
-            )
-        self.createOrSet(random_seed=index(random_seed))
-        torch.manual_seed(random_seed)
+        seed = seed_number(random_seed, AssertionError)
+        self.createOrSet(random_seed=seed)
+        torch.manual_seed(seed)
         return self
 
     def enableStableNorm(self, enabled: bool) -> Self:

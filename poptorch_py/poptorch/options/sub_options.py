@@ -5,6 +5,7 @@ from typing import Any, Final, Self
 
 import torch
 
+from popdist.errors import whole_number
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.environment import NUM_PROCESSES, PROCESS_ID, process_in, process_of_job
 from poptorch.errors import is_whole
@@ -105,8 +106,7 @@ class _DistributedOptions(OptionValues):
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         """Be process ``process_id`` of ``num_processes``; one process may be each of them in turn."""
         num_processes = at_least_one("num_processes", num_processes)
-        if not is_whole(process_id) or process_id not in range(num_processes):
-            raise AssertionError(f"process_id must be from 0 to {num_processes - 1}, and is {process_id!r}")
+        process_id = whole_number("process_id", process_id, AssertionError, minimum=0, maximum=num_processes - 1)
         return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
 
     @property
