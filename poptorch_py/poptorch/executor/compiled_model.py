@@ -190,11 +190,9 @@ class TrainingRuns(Runs):
         self._parameters = list(tensors.parameters.values())
         self.must_agree = False  # whether the next call gives all instances the weights of instance 0
 
+    @torch.enable_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:
         """The results of a call's micro batches, put together; gradients are computed also under ``no_grad``."""
-        if not torch.is_grad_enabled():
-            with torch.enable_grad():
-                return self.run(micro_batches)
         if self._model is None:
             return super().run(micro_batches)
         if self.must_agree:

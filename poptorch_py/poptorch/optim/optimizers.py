@@ -5,12 +5,12 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from popdist.errors import as_float
 from poptorch._logging import logger
 from poptorch.errors import Error
 from poptorch.optim.optimizer_kinds import (
@@ -306,9 +306,7 @@ def _check_norm(largest: float) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and bool(value.isfinite())
-    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
+    return type(value) is not bool and math.isfinite(as_float(value))
 
 
 def _positive(name: str, value: Any, otherwise: float) -> float:
