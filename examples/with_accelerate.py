@@ -40,11 +40,13 @@ def main() -> None:
         DataLoader(train, batch_size=32, shuffle=True),
         DataLoader(test, batch_size=90),
     )
+    num_steps = 0
     for _ in range(3):
         for inputs, labels in train_loader:
             optimizer.zero_grad()
             accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
             optimizer.step()
+            num_steps += accelerator.sync_gradients  # with --replicas an iteration is the batch of one replica
     right: list[bool] = []
     with torch.no_grad():
         for inputs, labels in test_loader:
@@ -54,7 +56,7 @@ def main() -> None:
     accelerator.print(f"world size {accelerator.num_processes}, test accuracy {accuracy:.2%}")
     accelerator.wait_for_everyone()  # no rank ends before rank 0 has printed
     if trains_replicas:
-        accelerator.print(f"weights {popdist.checksum(model)}")
+        accelerator.print(f"{num_steps} steps, weights {popdist.checksum(model)}")
     (model,) = accelerator.free_memory(model)  # where only DDP still holds a gloo group, torch can hang
     accelerator.end_training()
 

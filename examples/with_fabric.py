@@ -27,8 +27,8 @@ def main() -> None:
     if arguments.replicas:
         import popdist.fabric
 
-    strategy = popdist.fabric.FabricStrategy() if arguments.replicas else "auto"
-    fabric = Fabric(devices=arguments.devices, strategy=strategy)
+    strategy = popdist.fabric.FabricStrategy() if arguments.replicas else None
+    fabric = Fabric(devices=arguments.devices, strategy=strategy or "auto")
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     digits = load_digits()
@@ -39,11 +39,13 @@ def main() -> None:
     train_loader, test_loader = fabric.setup_dataloaders(
         DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=90)
     )
+    num_steps = 0
     for _ in range(3):
         for inputs, labels in train_loader:
             optimizer.zero_grad()
             fabric.backward(nn.functional.cross_entropy(model(inputs), labels))
             optimizer.step()
+            num_steps += strategy is None or strategy.sync_gradients  # else an iteration is one replica's batch
     right: list[Tensor] = []
     with torch.no_grad():
         for inputs, labels in test_loader:
@@ -52,7 +54,7 @@ def main() -> None:
     if fabric.is_global_zero:
         print(f"world size {fabric.world_size}, test accuracy {accuracy:.2%}")
         if arguments.replicas:
-            print(f"weights {popdist.checksum(model)}")
+            print(f"{num_steps} steps, weights {popdist.checksum(model)}")
     fabric.barrier()  # no rank ends before rank 0 has printed
 
 

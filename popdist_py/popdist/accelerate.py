@@ -122,6 +122,17 @@ class Accelerator(accelerate.Accelerator):
             self._counts_instances = False
 
     @property
+    def sync_gradients(self) -> bool:
+        """Whether the program's ``optimizer.step()`` updates weights in this iteration of its loop."""
+        if self.loop_turns is not None:
+            self.loop_turns.is_asked = True
+        return bool(self.gradient_state.sync_gradients)
+
+    @sync_gradients.setter
+    def sync_gradients(self, acts: bool) -> None:
+        self.gradient_state.sync_gradients = acts
+
+    @property
     def is_last_process(self) -> bool:
         """Whether this instance is the last instance of the job."""
         return bool(self.process_index == super().num_processes - 1)
@@ -149,7 +160,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if self.replica_steps is None:
             self.replica_steps = ReplicaSteps(prepared)
-            self.loop_turns = LoopTurns(self.replica_steps, _ACCUMULATE)
+            self.loop_turns = LoopTurns(self.replica_steps, _ACCUMULATE, "accelerator.sync_gradients")
         return self.replica_steps.model
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -303,20 +314,21 @@ class Accelerator(accelerate.Accelerator):
             raise BatchError(
                 "no model was prepared: call accelerator.prepare(model, optimizer, loader) before the loop"
             )
-        if turns is None or not turns.is_running:
-            super().backward(loss, **kwargs)
-            return
-        turns.check_backward("accelerator.backward")
+        if turns is not None:
+            turns.check_backward("accelerator.backward")
         super().backward(loss, **kwargs)
-        turns.end_micro_batch()
+        if turns is not None and turns.is_running:  # else the Trainer ends its micro batches
+            turns.end_micro_batch()
 
     def gather(self, tensor: Any) -> Any:
         """Gather as accelerate does for several processes: numbers become tensors with one dimension.
 
-        In a model's call return ``tensor`` if ``log`` gathers metrics later.
+        In a model's call return ``tensor`` if ``log`` gathers metrics later. Raises BatchError before the last
+        batch of a step of several local replicas.
         """
         if self._gathers_later_now:
             return tensor
+        self._check_collective("gather")
         loader = self.gradient_state.active_dataloader
         if not self._drops_repeated and repeats_samples(loader) and loader.end_of_dataloader:
             warnings.warn(_REPEATED, PopdistWarning, stacklevel=2)
@@ -326,10 +338,12 @@ class Accelerator(accelerate.Accelerator):
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
         """Gather as accelerate does, without repeated samples; numbers, without the numbers of repeated batches.
 
-        In a model's call return ``input_data`` if ``log`` gathers metrics later.
+        In a model's call return ``input_data`` if ``log`` gathers metrics later. Raises BatchError in a training
+        loop of several local replicas.
         """
         if self._gathers_later_now:
             return input_data
+        self._check_collective("gather_for_metrics", is_last_allowed=False)
         gather, self._drops_repeated = super().gather_for_metrics, True
         try:
             if isinstance(input_data, Tensor) and input_data.ndim == 0 and self.num_replicas > 1:
@@ -337,6 +351,15 @@ class Accelerator(accelerate.Accelerator):
             return gather(input_data, *args, **kwargs)
         finally:
             self._drops_repeated = False
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce ``tensor`` over the instances as accelerate does. Raises BatchError as :meth:`gather`."""
+        self._check_collective("reduce")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def _check_collective(self, name: str, *, is_last_allowed: bool = True) -> None:
+        if self.loop_turns is not None:
+            self.loop_turns.check_collective(f"accelerator.{name}", is_last_allowed=is_last_allowed)
 
     @property
     def _gathers_later_now(self) -> bool:
@@ -392,8 +415,7 @@ class _Optimizer(AcceleratedOptimizer):
         """Update the weights, if the gradients of all replicas are complete."""
         turns = self.owner.loop_turns
         if turns is not None and turns.is_running:
-            turns.has_stepped = True
-            turns.end_micro_batch()
+            turns.begin_step(self, closure)
         super().step(closure)
 
 

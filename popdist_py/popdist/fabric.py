@@ -65,6 +65,12 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
     @property
     def sync_gradients(self) -> bool:
         """Whether ``optimizer.step()`` updates weights now: at a step's last batch, or outside of a loop."""
+        if self._turns is not None:
+            self._turns.is_asked = True
+        return self._acts
+
+    @property
+    def _acts(self) -> bool:
         return self._turns is None or self._turns.is_last
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -79,7 +85,8 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
                 "put both into one nn.Module, or call requires_grad_(False) for a model that is not trained"
             )
         self.steps = ReplicaSteps(module)
-        self._turns = LoopTurns(self.steps, "popdist.fabric.FabricStrategy(accumulation=N)")
+        accumulate_by, asks_by = "popdist.fabric.FabricStrategy(accumulation=N)", "fabric.strategy.sync_gradients"
+        self._turns = LoopTurns(self.steps, accumulate_by, asks_by)
         return self.steps.model
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -120,25 +127,26 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
             self._turns.end_micro_batch()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Update the weights, if the gradients of all replicas are complete. Raises BatchError for a closure."""
+        """Update the weights, if the gradients of all replicas are complete.
+
+        Raises:
+            BatchError: For a closure, or if the turns of one step have different learning rates.
+        """
         turns = self._turns
         if turns is None or not turns.is_running:
             return super().optimizer_step(optimizer, **kwargs)
-        if "closure" in kwargs:
-            raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
-        turns.end_micro_batch()
-        turns.has_stepped = True
+        turns.begin_step(optimizer, kwargs.get("closure"))
         return super().optimizer_step(optimizer) if turns.is_last else None
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clip the gradients of all replicas by their norm; do nothing before the last batch of a step."""
-        if self.sync_gradients:
+        if self._acts:
             return super().clip_gradients_norm(*args, **kwargs)
         return torch.zeros((), dtype=torch.float32, device=self.root_device)
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of all replicas by value; do nothing before the last batch of a step."""
-        if self.sync_gradients:
+        if self._acts:
             super().clip_gradients_value(*args, **kwargs)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -147,20 +155,17 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         Raises:
             BatchError: Inside an optimizer step, if this instance has several replicas; as :meth:`all_gather`.
         """
-        self._refuse_inside_step("fabric.all_reduce")
+        self._check_collective("fabric.all_reduce")
         return reduce_by(super().all_reduce, tensor, group, reduce_op)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         """Return all instances' tensors, stacked. Raises BatchError inside a step of several local replicas."""
-        self._refuse_inside_step("fabric.all_gather")
+        self._check_collective("fabric.all_gather")
         return super().all_gather(*args, **kwargs)
 
-    def _refuse_inside_step(self, name: str) -> None:
-        if not self.sync_gradients and context.num_local_replicas() > 1:
-            raise BatchError(
-                f"{name}() joins one replica of each instance: add the values of the turns, and call {name}() "
-                "after the loop, or when fabric.strategy.sync_gradients is True"
-            )
+    def _check_collective(self, name: str) -> None:
+        if self._turns is not None:
+            self._turns.check_collective(name)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint with the random states of all replicas."""

@@ -131,7 +131,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         if not self.has_replicas:
             return super()._setup_model(model)
         self._steps = ReplicaSteps(model)
-        return model
+        return self._steps.model
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader that yields one batch for each replica of this instance at once.

@@ -33,6 +33,7 @@ _REFUSED = {
     "auto_find_batch_size": "instances would find different batch sizes: choose per_device_train_batch_size",
     "batch_eval_metrics": "a batch of an evaluation contains a batch of each instance",
     "deepspeed": "DeepSpeed makes the steps itself",
+    "eval_use_gather_object": "an evaluation would keep samples that an instance repeats",
     "fsdp": "FSDP cuts the model over processes",
     "parallelism_config": "replicas are whole models",
 }
@@ -54,9 +55,10 @@ class Replicated(_Base):
 
     Raises:
         BatchError: For what is not the same for any number of instances, before the first step: the arguments
-            ``deepspeed``, ``fsdp``, ``parallelism_config``, ``auto_find_batch_size``, ``batch_eval_metrics``;
-            several GPUs by DataParallel; a batch sampler that deals batches to processes; a subclass that
-            replaces a method of the mixin for the batches of a training.
+            ``deepspeed``, ``fsdp``, ``parallelism_config``, ``auto_find_batch_size``, ``batch_eval_metrics``,
+            ``eval_use_gather_object``, ``eval_do_concat_batches=False``; several GPUs by DataParallel; a batch
+            sampler that deals batches to processes; a subclass that replaces a method of the mixin for the batches
+            of a training.
     """
 
     accelerator: Accelerator
@@ -323,6 +325,10 @@ def _refuse(args: Any) -> None:
             raise BatchError(
                 f"TrainingArguments({name}=...): {reason}. Leave {name} out, or use transformers.Trainer"
             )
+    if not args.eval_do_concat_batches:
+        raise BatchError(
+            "eval_do_concat_batches=False returns one item for the batches of all instances: leave it out"
+        )
     if args.accelerator_config.split_batches:
         raise BatchError(
             "accelerator_config with split_batches: the Trainer would weight an evaluation's losses by whole "

@@ -217,10 +217,11 @@ for call in calls:
 """
 
 REFUSED = """
-import sys, torch
+import sys, torch, warnings
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from popdist.accelerate import Accelerator
+from popdist.errors import PopdistWarning
 
 data = TensorDataset(torch.ones(32, 4))
 
@@ -299,8 +300,59 @@ def own_generator():
     model, loader = accelerator.prepare(model, DataLoader(Noisy(), batch_size=2))
     next(iter(loader))
 
+def loop(turn, is_prepared=True, trains=True):
+    accelerator, model, optimizer = begin()
+    loader = DataLoader(data, batch_size=4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train(trains)
+    for number, (x,) in enumerate(accelerator.prepare(loader) if is_prepared else loader):
+        turn(accelerator, optimizer, number, lambda: model(x).mean())
+
+def raw_loader():
+    loop(lambda accelerator, _, __, loss: accelerator.backward(loss()), is_prepared=False)
+
+def in_evaluation_mode():
+    loop(lambda accelerator, _, __, loss: accelerator.backward(loss()), trains=False)
+
+def a_closure():
+    loop(lambda _, optimizer, __, loss: optimizer.step(loss))
+
+def rate_by_hand():
+    def turn(accelerator, optimizer, number, loss):
+        accelerator.backward(loss())
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        optimizer.step()
+    loop(turn)
+
+def gathered():
+    def turn(accelerator, _, __, loss):
+        found = loss()
+        accelerator.backward(found)
+        accelerator.gather(found.detach())
+    loop(turn)
+
+def reduced():
+    loop(lambda accelerator, _, __, loss: accelerator.reduce(loss().detach()))
+
+def gathered_for_metrics():
+    def turn(accelerator, optimizer, _, loss):
+        found = loss()
+        accelerator.backward(found)
+        optimizer.step()
+        if accelerator.sync_gradients:
+            accelerator.gather_for_metrics(found.detach())
+    loop(turn)
+
+def counts_iterations():
+    def turn(accelerator, optimizer, _, loss):
+        accelerator.backward(loss())
+        optimizer.step()
+    with warnings.catch_warnings(action="error", category=PopdistWarning):
+        loop(turn)
+
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
-calls += (own_generator,)
+calls += counts_iterations, own_generator, raw_loader, in_evaluation_mode, a_closure, rate_by_hand
+calls += gathered, reduced, gathered_for_metrics
 """
 
 REFUSED_OF_LIGHTNING = """
@@ -376,6 +428,12 @@ def resumed():
 def gathered():
     validate(lambda self, batch: self.all_gather(batch[0]))
 
+def counted():
+    def count(self, batch):
+        self.number = getattr(self, "number", 0) + 1
+        return self.net(batch[0]).mean() * self.number
+    fit(hooks={"training_step": count})
+
 def averaging():
     fit(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
 
@@ -427,6 +485,18 @@ def endless():
     fabric, *_ = begin()
     next(iter(fabric.setup_dataloaders(DataLoader(Endless(), batch_size=4))))
 
+def counts_iterations():
+    fabric, model, optimizer, loader = begin()
+    with warnings.catch_warnings(action="error", category=popdist.errors.PopdistWarning):
+        for (x,) in loader:
+            fabric.backward(model(x).mean())
+            optimizer.step()
+
+def gathered_by_fabric():
+    fabric, _, _, loader = begin()
+    for (x,) in loader:
+        fabric.all_reduce(x)
+
 def left():
     fabric, model, optimizer, loader = begin()
     for _ in range(2):
@@ -449,7 +519,8 @@ def no_number():
 
 calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
-calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric
+calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric, counted
+calls += counts_iterations, gathered_by_fabric
 """
 REFUSED_OF_TRAINER = """
 import torch, transformers
@@ -487,18 +558,26 @@ def gathered():
 def split():
     train(accelerator_config={"split_batches": True})
 
+def objects():
+    train(eval_use_gather_object=True)
+
+def by_instance():
+    train(eval_do_concat_batches=False)
+
 def raw_loader_of_evaluation():
     own = type("Mine", (Trainer,), {"get_eval_dataloader": lambda _self, _data=None: DataLoader(data, 8)})
     arguments = TrainingArguments("nothing", use_cpu=True, report_to=[])
     trainer = own(model=Net(4, 2), args=arguments, train_dataset=data, eval_dataset=data)
     raise ValueError(f"no error: {trainer.evaluate()['eval_loss'] > 0}")
 
-calls = own_step, raw_loader, by_batch, gathered, split, raw_loader_of_evaluation
+calls = own_step, raw_loader, by_batch, gathered, split, objects, by_instance, raw_loader_of_evaluation
 """
 TRAINER_SAYS = {
     "own_step": "BatchError: Mine.training_step would get the batches of several replicas",
     "raw_loader": "BatchError: get_train_dataloader() returned DataLoader",
     "by_batch": "BatchError: TrainingArguments(batch_eval_metrics=...)",
+    "objects": "BatchError: TrainingArguments(eval_use_gather_object=...)",
+    "by_instance": "BatchError: eval_do_concat_batches=False",
     "split": "BatchError: accelerator_config with split_batches",
     "raw_loader_of_evaluation": "ValueError: no error: True",
     "gathered": "CollectiveError: a collective of torch.distributed within a micro batch",
@@ -516,6 +595,14 @@ SAYS = {
     "uneven": "BatchError: even_batches=False",
     "dispatched": "BatchError: dispatch_batches=True",
     "own_generator": "BatchError: Noisy.drawn_by is a random generator of the program's own",
+    "counts_iterations": "PopdistWarning: this instance trains 2 replicas in turn",
+    "raw_loader": "BatchError: accelerator.backward() was called outside of a training loop",
+    "in_evaluation_mode": "BatchError: accelerator.backward() was called outside of a training loop",
+    "a_closure": "BatchError: optimizer.step(closure)",
+    "rate_by_hand": "BatchError: the learning rate has changed between the replicas of one optimizer step",
+    "gathered": "BatchError: accelerator.gather() joins one replica of each instance",
+    "reduced": "BatchError: accelerator.reduce() joins one replica of each instance",
+    "gathered_for_metrics": "BatchError: accelerator.gather_for_metrics() joins one replica of each instance",
 }
 LIGHTNING_SAYS = {
     "manual": f"{LIGHTNING}automatic_optimization=False",
@@ -530,6 +617,7 @@ LIGHTNING_SAYS = {
     "resumed": "BatchError: the checkpoint was saved in the middle of an optimizer step",
     "gathered": "CollectiveError: a collective of torch.distributed within a micro batch",
     "saved": "BatchError: a checkpoint was saved in the middle of an optimizer step",
+    "counted": "WeightsError: the attribute number of Mine changes in each forward pass",
     "averaging": f"{LIGHTNING}StochasticWeightAveraging",
     "no_loss": "BatchError: training_step returned None",
     "an_iterator": "BatchError: training_step would get _DataFetcherWrapper",
@@ -540,6 +628,8 @@ LIGHTNING_SAYS = {
     "by_hand": "BatchError: optimizer.step() was not called",
     "incomplete": "BatchError: FabricStrategy(accumulation=3), and each replica has 4 batches",
     "closure": "BatchError: optimizer.step(closure)",
+    "counts_iterations": "PopdistWarning: this instance trains 2 replicas in turn",
+    "gathered_by_fabric": "BatchError: fabric.all_reduce() joins one replica of each instance",
     "second_model": "WeightsError: popdist.fabric.FabricStrategy sets up one model",
     "endless": "BatchError: the loader deals no samples to replicas",
     "left": "BatchError: the loop over the loader was left",

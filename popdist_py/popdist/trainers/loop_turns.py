@@ -4,6 +4,7 @@ A program that calls ``scheduler.step()`` for each batch means each batch of one
 rates act in the turns of one replica only.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -11,7 +12,8 @@ from typing import Any, Final
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from popdist.errors import BatchError
+from popdist.errors import BatchError, PopdistWarning
+from popdist.job.instances import is_main
 from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
 
 
@@ -22,17 +24,23 @@ class LoopTurns:
     Args:
         steps: The steps of the model that the loop trains.
         accumulate_by: The code with which a program accumulates gradients, for the text of an error.
+        asks_by: The expression by which a program asks whether an optimizer step acts in this turn.
 
     Attributes:
         has_stepped: Whether the program has called ``optimizer.step()`` in this turn.
         accumulates: Whether the program may leave out ``optimizer.step()`` in this turn, if it is not the last.
+        is_asked: Whether the program has asked, in any turn, whether an optimizer step acts.
     """
 
-    def __init__(self, steps: ReplicaSteps, accumulate_by: str) -> None:
-        self.has_stepped = self.accumulates = False
+    def __init__(self, steps: ReplicaSteps, accumulate_by: str, asks_by: str) -> None:
+        self.has_stepped = self.accumulates = self.is_asked = False
         self._steps = steps
         self._accumulate_by = accumulate_by
+        self._asks_by = asks_by
         self._turn: ReplicaBatch | None = None
+        self._before: dict[Any, list[float]] = {}  # the learning rates of optimizers before the step's first turn
+        self._rates: dict[Any, list[float]] = {}  # and in this turn
+        self._may_warn = len(steps.replicas) > 1 and is_main()
 
     @property
     def is_running(self) -> bool:
@@ -52,6 +60,7 @@ class LoopTurns:
         """
         try:
             for rows in rows_of_steps:
+                self._before, self._rates = {it: _rates_of(it) for it in self._before}, {}
                 for turn in in_replica_order(rows):
                     self._turn, self.has_stepped, self.accumulates = turn, False, False
                     self._steps.begin(turn)
@@ -59,6 +68,7 @@ class LoopTurns:
                         yield turn.content
                     self.end_micro_batch()
                     self._check_step(turn)
+                self._warn_of_iterations()
         finally:
             self._turn = None
             self._steps.exit()
@@ -70,10 +80,55 @@ class LoopTurns:
         self._steps.end(add=len(self._steps.replicas) == 1)
 
     def check_backward(self, name: str) -> None:
-        """Raise BatchError if the function ``name``, which computes gradients, was called in this turn before."""
+        """Raise BatchError if the function ``name``, which computes gradients, was called in this turn before, or
+        is called outside of a loop over replicas.
+        """
+        if self._turn is None and not self._steps.is_open and len(self._steps.replicas) > 1:
+            raise BatchError(
+                f"{name}() was called outside of a training loop over a loader of replicas: prepare or set up the "
+                "loader, too, and call model.train() before the loop begins"
+            )
         if self._turn is not None and not self._steps.is_open:
             raise BatchError(
                 f"{name}() was called twice in one turn of the loop: add the losses, and call it once"
+            )
+
+    def check_collective(self, name: str, *, is_last_allowed: bool = True) -> None:
+        """Raise BatchError if the function ``name`` would join the value of one replica of each instance."""
+        if not self.is_running or len(self._steps.replicas) == 1 or (self.is_last and is_last_allowed):
+            return
+        when = f", or when {self._asks_by} is True" if is_last_allowed else ""
+        raise BatchError(
+            f"{name}() joins one replica of each instance: add the values of the turns, and call {name}() after "
+            f"the loop{when}"
+        )
+
+    def begin_step(self, optimizer: Any, closure: Any = None) -> None:
+        """Note that the program calls ``optimizer.step(closure)`` in this turn, and end the turn's micro batch.
+
+        Raises:
+            BatchError: For a closure, or if the turns of one step have different learning rates.
+        """
+        if closure is not None:
+            raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
+        self.has_stepped = True
+        self.end_micro_batch()
+        if self._turn is not None and len(self._steps.replicas) > 1:
+            self._check_rates(self._turn, optimizer)
+
+    def _check_rates(self, turn: ReplicaBatch, optimizer: Any) -> None:
+        """Raise BatchError if a learning rate has changed since the step's first turn.
+
+        A scheduler acts in the turns of the last replica, so only the first of these turns is checked.
+        """
+        rates = _rates_of(optimizer)
+        before, first = self._before.setdefault(optimizer, rates), self._rates.setdefault(optimizer, rates)
+        is_checked = not turn.is_of_last_replica or turn.index % turn.accumulation == 0
+        is_of_step = turn.is_last and self.is_asked and before == first  # the program counts steps
+        if is_checked and rates != first and not is_of_step:
+            raise BatchError(
+                "the learning rate has changed between the replicas of one optimizer step. Call scheduler.step() "
+                f"after optimizer.step(); set a learning rate by hand where {self._asks_by} is True"
             )
 
     def _check_step(self, turn: ReplicaBatch) -> None:
@@ -83,6 +138,22 @@ class LoopTurns:
                 "optimizer.step() was not called in a turn of the loop whose gradients it needs. To accumulate "
                 f"gradients, write {self._accumulate_by}"
             )
+
+    def _warn_of_iterations(self) -> None:
+        """Warn after the first optimizer step, if the program has not asked in which turn the step acts."""
+        if self._may_warn and not self.is_asked:
+            warnings.warn(
+                f"this instance trains {len(self._steps.replicas)} replicas in turn, and an iteration of the loop "
+                "is the batch of one replica. Code that counts optimizer steps, averages weights or logs belongs "
+                f"under `if {self._asks_by}:`",
+                PopdistWarning,
+                stacklevel=2,
+            )
+        self._may_warn = False
+
+
+def _rates_of(optimizer: Any) -> list[float]:
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
 _WATCHED: Final[set[type]] = set()

@@ -110,7 +110,7 @@ class PythonState:
     def _attributes(self) -> Iterator[tuple[tuple[str, str], object]]:
         """Yield the attributes of the program's own modules, with the path of the module and the name."""
         for path, module in self._module.named_modules():
-            if type(module).__module__.partition(".")[0] != "torch":
+            if not _is_of_library(type(module)):
                 for name, value in tuple(vars(module).items()):
                     if name not in _OF_EVERY_MODULE and not _is_computed(module, name):
                         yield (path, name), value
@@ -195,6 +195,13 @@ def generator_states(*owners: object) -> dict[str, Fingerprint]:
 
 def _attributes_of(value: object) -> list[tuple[str, object]]:
     return [] if isinstance(value, type | ModuleType) else list(getattr(value, "__dict__", {}).items())
+
+
+def _is_of_library(kind: type) -> bool:
+    """Whether ``kind`` is a module of torch, or a metric of torchmetrics, which counts its own updates."""
+    return kind.__module__.startswith("torch.") or any(
+        base.__module__.startswith("torchmetrics.") for base in kind.__mro__
+    )
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:

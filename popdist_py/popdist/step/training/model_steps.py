@@ -154,7 +154,7 @@ class ModelSteps:
         is_outside = not RandomScope.is_entered()
         if is_outside and torch.is_grad_enabled():
             self._checks.note_inputs((*forward.args, *forward.keywords.values()))
-        if is_outside and not self.module.training:
+        if not self.module.training and (is_outside or not torch.is_grad_enabled()):
             return forward()
         if is_outside and not torch.is_grad_enabled():
             forward = partial(self._checks.watch_evaluation, forward)
