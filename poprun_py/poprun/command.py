@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from popdist.ground.contract import NUM_THREADS
@@ -254,10 +255,11 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     script = script_of(words)
     if line.is_dry_run and script not in ("", "-") and not os.path.exists(os.path.join(working_directory, script)):
         screen.log(f"warning: there is no file {script} in {working_directory}, which {words[0]} shall run")
-    follows = words[words.index(script) + 1 :][:1] if script in words else ()
     is_counted = "num_instances" in line.values.get("request", {})
-    if any(re.fullmatch(_OF_POPRUN, word) for word in follows) and not is_counted:
-        screen.log(f"warning: {follows[0]} goes to {script}: poprun's own options stand before the program")
+    for word, following in pairwise(words):
+        is_interpreter = word == words[0] and os.path.basename(word).startswith("python")
+        if (is_interpreter or word == script) and re.fullmatch(_OF_POPRUN, following) and not is_counted:
+            screen.log(f"warning: {following} goes to {word}: poprun's own options stand before the program")
     return words
 
 

@@ -98,14 +98,16 @@ def test_the_topology_before_the_start(poprun: Poprun) -> None:
 
 
 def test_words_that_go_elsewhere_are_told_of(poprun: Poprun, tmp_path: Path) -> None:
-    """A program that is a switch's value, and a count behind the script."""
+    """A program that is a switch's value, and a count behind the script or behind the interpreter."""
     (tmp_path / "train.py").touch()
     taken = poprun("--dry-run", "true", cwd=tmp_path).succeeded()
     behind = poprun("--dry-run", "train.py", "-n", "2", cwd=tmp_path).succeeded()
 
     assert "[W] true is the value of --dry-run: write -- before the program true\n" in taken.told
     assert "[W] -n goes to train.py: poprun's own options stand before the program\n" in behind.told
-    for line in (("-n", "2", "train.py", "-n", "2"), ("train.py", "--lr", "1", "-n", "2")):
+    told = poprun("--dry-run", sys.executable, "-n", "2", "train.py", cwd=tmp_path).told
+    assert f"[W] -n goes to {sys.executable}: poprun's own options stand before the program\n" in told
+    for line in (("-n", "2", "train.py", "-n", "2"), ("train.py", "--lr", "1", "-n", "2"), ("head", "-n", "2")):
         assert " goes to " not in poprun("--dry-run", *line, cwd=tmp_path).told
 
 
