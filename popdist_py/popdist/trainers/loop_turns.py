@@ -147,7 +147,7 @@ class LoopTurns:
                 "is the batch of one replica. Code that counts optimizer steps, averages weights or logs belongs "
                 f"under `if {self._asks_by}:`",
                 PopdistWarning,
-                stacklevel=2,
+                stacklevel=4,  # the line of the loop
             )
         self._may_warn = False
 
