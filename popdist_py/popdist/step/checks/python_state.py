@@ -199,9 +199,8 @@ def _attributes_of(value: object) -> list[tuple[str, object]]:
 
 def _is_of_library(kind: type) -> bool:
     """Whether ``kind`` is a module of torch, or a metric of torchmetrics, which counts its own updates."""
-    return kind.__module__.startswith("torch.") or any(
-        base.__module__.startswith("torchmetrics.") for base in kind.__mro__
-    )
+    modules = [base.__module__ for base in kind.__mro__]
+    return modules[0].startswith("torch.") or any(name.startswith("torchmetrics.") for name in modules)
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
