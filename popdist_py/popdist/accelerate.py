@@ -323,8 +323,8 @@ class Accelerator(accelerate.Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Gather as accelerate does for several processes: numbers become tensors with one dimension.
 
-        In a model's call return ``tensor`` if ``log`` gathers metrics later. Raises BatchError before the last
-        batch of a step of several local replicas.
+        In a model's call return ``tensor`` if ``log`` gathers metrics later. Raises BatchError in a training
+        loop of several local replicas.
         """
         if self._gathers_later_now:
             return tensor
@@ -343,7 +343,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if self._gathers_later_now:
             return input_data
-        self._check_collective("gather_for_metrics", is_last_allowed=False)
+        self._check_collective("gather_for_metrics")
         gather, self._drops_repeated = super().gather_for_metrics, True
         try:
             if isinstance(input_data, Tensor) and input_data.ndim == 0 and self.num_replicas > 1:
@@ -357,9 +357,9 @@ class Accelerator(accelerate.Accelerator):
         self._check_collective("reduce")
         return super().reduce(tensor, *args, **kwargs)
 
-    def _check_collective(self, name: str, *, is_last_allowed: bool = True) -> None:
+    def _check_collective(self, name: str) -> None:
         if self.loop_turns is not None:
-            self.loop_turns.check_collective(f"accelerator.{name}", is_last_allowed=is_last_allowed)
+            self.loop_turns.check_collective(f"accelerator.{name}")
 
     @property
     def _gathers_later_now(self) -> bool:
@@ -447,7 +447,7 @@ class PreparedLoader:
         dealt, rows = self.loaders
         steps, turns = self._accelerator.replica_steps, self._accelerator.loop_turns
         if steps is not None and turns is not None:
-            if steps.model.module.training and torch.is_grad_enabled():
+            if steps.is_training:
                 self._last = rows
                 return self._accelerator.turns(turns, rows)
             if not turns.is_last:

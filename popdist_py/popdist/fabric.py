@@ -42,9 +42,9 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     Raises:
         BatchError: For what is not the same for any number of instances: two calls of ``fabric.backward`` in one
-            turn, a closure, ``fabric.all_reduce`` and ``fabric.all_gather`` before the last turn of a step,
-            gradients accumulated without ``accumulation``, loaders that deal no samples, numbers of batches that
-            are no multiple of ``accumulation``.
+            turn, a closure, ``fabric.all_reduce`` and ``fabric.all_gather`` in a training loop, gradients
+            accumulated without ``accumulation``, loaders that deal no samples, numbers of batches that are no
+            multiple of ``accumulation``.
         WeightsError: For a second model that is trained.
     """
 
@@ -153,13 +153,13 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         """Reduce ``tensor`` over the instances; as in Lightning with gloo, a mean of integers is truncated.
 
         Raises:
-            BatchError: Inside an optimizer step, if this instance has several replicas; as :meth:`all_gather`.
+            BatchError: In a training loop, if this instance has several replicas; as :meth:`all_gather`.
         """
         self._check_collective("fabric.all_reduce")
         return reduce_by(super().all_reduce, tensor, group, reduce_op)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Return all instances' tensors, stacked. Raises BatchError inside a step of several local replicas."""
+        """Return all instances' tensors, stacked. Raises BatchError in a loop of several local replicas."""
         self._check_collective("fabric.all_gather")
         return super().all_gather(*args, **kwargs)
 
@@ -204,7 +204,7 @@ class TurnLoader:
 
     def __iter__(self) -> Iterator[Any]:
         steps = self._strategy.steps
-        self._evaluates = steps is None or not steps.model.module.training or not torch.is_grad_enabled()
+        self._evaluates = steps is None or not steps.is_training
         if self._evaluates:
             if steps is not None:
                 steps.draw_of_loader()  # as each process of Fabric does

@@ -75,6 +75,7 @@ class Replicated(_Base):
         context.ensure_init()
         super().create_accelerator_and_postprocess()
         Accelerator.take_over(self.accelerator)
+        self.gather_function = self.accelerator.gather_for_metrics  # of the new class
         self.accelerator.gathers_later = type(self).compute_loss.__module__ in _GATHER_METRICS_ONLY
         self._resumed_from: Path | None = None
 

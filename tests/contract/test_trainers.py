@@ -324,6 +324,22 @@ def rate_by_hand():
         optimizer.step()
     loop(turn)
 
+def rate_for_the_next():
+    def turn(accelerator, optimizer, number, loss):
+        accelerator.sync_gradients
+        accelerator.backward(loss())
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+    loop(turn)
+
+def optimizers_in_turn():
+    accelerator, model, optimizer = begin()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, *optimizers, loader = accelerator.prepare(model, optimizer, other, DataLoader(data, batch_size=4))
+    for number, (x,) in enumerate(loader):
+        accelerator.backward(model(x).mean())
+        optimizers[number % 2].step()
+
 def gathered():
     def turn(accelerator, _, __, loss):
         found = loss()
@@ -352,7 +368,7 @@ def counts_iterations():
 
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
 calls += counts_iterations, own_generator, raw_loader, in_evaluation_mode, a_closure, rate_by_hand
-calls += gathered, reduced, gathered_for_metrics
+calls += gathered, reduced, gathered_for_metrics, rate_for_the_next, optimizers_in_turn
 """
 
 REFUSED_OF_LIGHTNING = """
@@ -432,7 +448,15 @@ def counted():
     def count(self, batch):
         self.number = getattr(self, "number", 0) + 1
         return self.net(batch[0]).mean() * self.number
-    fit(hooks={"training_step": count})
+    with warnings.catch_warnings(action="error", category=popdist.errors.PopdistWarning):
+        fit(hooks={"training_step": count})
+
+def counted_inside():
+    class Counting(nn.Linear):
+        def forward(self, x):
+            self.number = getattr(self, "number", 0) + 1
+            return super().forward(x) * self.number
+    fit(hooks={"__init__": lambda self: (Module.__init__(self), setattr(self, "net", Counting(4, 1)))[0]})
 
 def averaging():
     fit(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
@@ -520,7 +544,7 @@ def no_number():
 calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
 calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric, counted
-calls += counts_iterations, gathered_by_fabric
+calls += counts_iterations, gathered_by_fabric, counted_inside
 """
 REFUSED_OF_TRAINER = """
 import torch, transformers
@@ -600,9 +624,11 @@ SAYS = {
     "in_evaluation_mode": "BatchError: accelerator.backward() was called outside of a training loop",
     "a_closure": "BatchError: optimizer.step(closure)",
     "rate_by_hand": "BatchError: the learning rate has changed between the replicas of one optimizer step",
-    "gathered": "BatchError: accelerator.gather() joins one replica of each instance",
-    "reduced": "BatchError: accelerator.reduce() joins one replica of each instance",
-    "gathered_for_metrics": "BatchError: accelerator.gather_for_metrics() joins one replica of each instance",
+    "rate_for_the_next": "BatchError: the learning rate has changed between the replicas of one optimizer step",
+    "optimizers_in_turn": "BatchError: an optimizer made a step for some replicas and not for the last one",
+    "gathered": "BatchError: accelerator.gather() joins the value of one replica of each instance",
+    "reduced": "BatchError: accelerator.reduce() joins the value of one replica of each instance",
+    "gathered_for_metrics": "BatchError: accelerator.gather_for_metrics() joins the value of one replica of",
 }
 LIGHTNING_SAYS = {
     "manual": f"{LIGHTNING}automatic_optimization=False",
@@ -617,7 +643,8 @@ LIGHTNING_SAYS = {
     "resumed": "BatchError: the checkpoint was saved in the middle of an optimizer step",
     "gathered": "CollectiveError: a collective of torch.distributed within a micro batch",
     "saved": "BatchError: a checkpoint was saved in the middle of an optimizer step",
-    "counted": "WeightsError: the attribute number of Mine changes in each forward pass",
+    "counted": "PopdistWarning: the attribute number of Mine changes in each forward pass",
+    "counted_inside": "WeightsError: the attribute number of Counting (net) changes in each forward pass",
     "averaging": f"{LIGHTNING}StochasticWeightAveraging",
     "no_loss": "BatchError: training_step returned None",
     "an_iterator": "BatchError: training_step would get _DataFetcherWrapper",
@@ -629,7 +656,7 @@ LIGHTNING_SAYS = {
     "incomplete": "BatchError: FabricStrategy(accumulation=3), and each replica has 4 batches",
     "closure": "BatchError: optimizer.step(closure)",
     "counts_iterations": "PopdistWarning: this instance trains 2 replicas in turn",
-    "gathered_by_fabric": "BatchError: fabric.all_reduce() joins one replica of each instance",
+    "gathered_by_fabric": "BatchError: fabric.all_reduce() joins the value of one replica of each instance",
     "second_model": "WeightsError: popdist.fabric.FabricStrategy sets up one model",
     "endless": "BatchError: the loader deals no samples to replicas",
     "left": "BatchError: the loop over the loader was left",

@@ -37,6 +37,15 @@ class _Counter(_Base):
         return torch.as_tensor(x * self.state)
 
 
+class _Decaying(_Base):
+    def first_state(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state *= 0.95
+        return torch.as_tensor(x * self.state)
+
+
 class _Hidden(_Base):
     def first_state(self) -> None:
         return None
@@ -234,7 +243,7 @@ def _nothing_is_left() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(_Counter, _Hidden, _HiddenInDict, _InPlace, _Method, _Queue, _Table, _Array),
+        *(_Counter, _Decaying, _Hidden, _HiddenInDict, _InPlace, _Method, _Queue, _Table, _Array),
         *(_TorchGenerator, _PythonGenerator, _NumpyGenerator, _OldNumpyGenerator),
     ],
 )

@@ -27,19 +27,19 @@ class LoopTurns:
         asks_by: The expression by which a program asks whether an optimizer step acts in this turn.
 
     Attributes:
-        has_stepped: Whether the program has called ``optimizer.step()`` in this turn.
         accumulates: Whether the program may leave out ``optimizer.step()`` in this turn, if it is not the last.
         is_asked: Whether the program has asked, in any turn, whether an optimizer step acts.
     """
 
     def __init__(self, steps: ReplicaSteps, accumulate_by: str, asks_by: str) -> None:
-        self.has_stepped = self.accumulates = self.is_asked = False
+        self.accumulates = self.is_asked = False
         self._steps = steps
         self._accumulate_by = accumulate_by
         self._asks_by = asks_by
         self._turn: ReplicaBatch | None = None
         self._before: dict[Any, list[float]] = {}  # the learning rates of optimizers before the step's first turn
-        self._rates: dict[Any, list[float]] = {}  # and in this turn
+        self._rates: dict[Any, list[float]] = {}  # and in the first turn that stepped each optimizer
+        self._stepped: set[Any] = set()  # the optimizers that the program has stepped in this turn
         self._may_warn = len(steps.replicas) > 1 and is_main()
 
     @property
@@ -62,12 +62,15 @@ class LoopTurns:
             for rows in rows_of_steps:
                 self._before, self._rates = {it: _rates_of(it) for it in self._before}, {}
                 for turn in in_replica_order(rows):
-                    self._turn, self.has_stepped, self.accumulates = turn, False, False
+                    self._turn, self.accumulates = turn, False
+                    self._stepped.clear()
                     self._steps.begin(turn)
                     with nullcontext() if turn.is_of_last_replica else without_schedulers():
                         yield turn.content
                     self.end_micro_batch()
                     self._check_step(turn)
+                    if not turn.is_of_last_replica:
+                        self._check_rates(turn)
                 self._warn_of_iterations()
         finally:
             self._turn = None
@@ -93,15 +96,15 @@ class LoopTurns:
                 f"{name}() was called twice in one turn of the loop: add the losses, and call it once"
             )
 
-    def check_collective(self, name: str, *, is_last_allowed: bool = True) -> None:
-        """Raise BatchError if the function ``name`` would join the value of one replica of each instance."""
-        if not self.is_running or len(self._steps.replicas) == 1 or (self.is_last and is_last_allowed):
-            return
-        when = f", or when {self._asks_by} is True" if is_last_allowed else ""
-        raise BatchError(
-            f"{name}() joins one replica of each instance: add the values of the turns, and call {name}() after "
-            f"the loop{when}"
-        )
+    def check_collective(self, name: str) -> None:
+        """Raise BatchError if the function ``name`` would join the value of one replica of each instance, because
+        a loop runs, and no evaluation inside the loop.
+        """
+        if self.is_running and self._steps.is_training and len(self._steps.replicas) > 1:
+            raise BatchError(
+                f"{name}() joins the value of one replica of each instance: in each turn add the value to a "
+                f"popdist.Mean(), and call its compute() after the loop, or when {self._asks_by} is True"
+            )
 
     def begin_step(self, optimizer: Any, closure: Any = None) -> None:
         """Note that the program calls ``optimizer.step(closure)`` in this turn, and end the turn's micro batch.
@@ -111,37 +114,47 @@ class LoopTurns:
         """
         if closure is not None:
             raise BatchError("optimizer.step(closure) has no place in a loop over replicas: call step() alone")
-        self.has_stepped = True
         self.end_micro_batch()
-        if self._turn is not None and len(self._steps.replicas) > 1:
-            self._check_rates(self._turn, optimizer)
+        self._stepped.add(optimizer)
+        rates = _rates_of(optimizer)
+        self._before.setdefault(optimizer, rates)
+        self._rates.setdefault(optimizer, rates)
+        if self._turn is not None:
+            self._check_rates(self._turn)
 
-    def _check_rates(self, turn: ReplicaBatch, optimizer: Any) -> None:
+    def _check_rates(self, turn: ReplicaBatch) -> None:
         """Raise BatchError if a learning rate has changed since the step's first turn.
 
-        A scheduler acts in the turns of the last replica, so only the first of these turns is checked.
+        A scheduler acts in the turns of the last replica, so only the first of these turns is checked. A program
+        that counts steps may set a learning rate in the last turn, if it has not set the rate in the first turn.
         """
-        rates = _rates_of(optimizer)
-        before, first = self._before.setdefault(optimizer, rates), self._rates.setdefault(optimizer, rates)
-        is_checked = not turn.is_of_last_replica or turn.index % turn.accumulation == 0
-        is_of_step = turn.is_last and self.is_asked and before == first  # the program counts steps
-        if is_checked and rates != first and not is_of_step:
-            raise BatchError(
-                "the learning rate has changed between the replicas of one optimizer step. Call scheduler.step() "
-                f"after optimizer.step(); set a learning rate by hand where {self._asks_by} is True"
-            )
+        if turn.is_of_last_replica and turn.index % turn.accumulation:
+            return
+        for optimizer, first in self._rates.items():
+            is_of_step = turn.is_last and self.is_asked and self._before[optimizer] == first
+            if _rates_of(optimizer) != first and not is_of_step:
+                raise BatchError(
+                    "the learning rate has changed between the replicas of one optimizer step. Call "
+                    "scheduler.step() after optimizer.step(); set a learning rate by hand where "
+                    f"{self._asks_by} is True"
+                )
 
     def _check_step(self, turn: ReplicaBatch) -> None:
         is_alone = turn.is_last and turn.index == 0  # then gradients that the program accumulates are added
-        if not (self.has_stepped or is_alone or (self.accumulates and not turn.is_last)):
+        if not (self._stepped or is_alone or (self.accumulates and not turn.is_last)):
             raise BatchError(
                 "optimizer.step() was not called in a turn of the loop whose gradients it needs. To accumulate "
                 f"gradients, write {self._accumulate_by}"
             )
+        if turn.is_last and not self._stepped >= self._rates.keys():
+            raise BatchError(
+                "an optimizer made a step for some replicas and not for the last one, so the step had no effect: "
+                f"choose between optimizers by a number of steps, which is counted where {self._asks_by} is True"
+            )
 
     def _warn_of_iterations(self) -> None:
-        """Warn after the first optimizer step, if the program has not asked in which turn the step acts."""
-        if self._may_warn and not self.is_asked:
+        """Warn once, after the first optimizer step, that an iteration of the loop is no optimizer step."""
+        if self._may_warn:
             warnings.warn(
                 f"this instance trains {len(self._steps.replicas)} replicas in turn, and an iteration of the loop "
                 "is the batch of one replica. Code that counts optimizer steps, averages weights or logs belongs "

@@ -84,6 +84,11 @@ class ReplicaSteps:
         return self._open is not None
 
     @property
+    def is_training(self) -> bool:
+        """Whether the model is in training mode, and torch computes gradients."""
+        return self.model.module.training and torch.is_grad_enabled()
+
+    @property
     def is_between_steps(self) -> bool:
         """Whether all micro batches of the last optimizer step have ended, and no step has begun since."""
         return self._open is None and self._last_of_step is None

@@ -9,9 +9,11 @@ next pass, or a counter.
 import hashlib
 import pickle
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isclose, nan
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from popdist.errors import PopdistWarning
 from popdist.ground.torch_private import num_writes
 from popdist.job.weights import bytes_of
 
@@ -58,6 +61,7 @@ class _Seen:
     is_same_object: bool = True  # whether the attribute was only changed in place
     is_read: bool = False  # whether a pass gave torch a tensor that the attribute had before the pass
     differences: list[float] = field(default_factory=list)  # the change of a number in each pass
+    factors: list[float] = field(default_factory=list)  # the factor by which a number changed in each pass
 
 
 class PythonState:
@@ -104,13 +108,15 @@ class PythonState:
             seen.is_same_object &= now is was
             if isinstance(was, int | float) and isinstance(now, int | float):
                 seen.differences.append(now - was)
+                seen.factors.append(now / was if was else nan)
             if seen.num_changes == seen.num_passes >= ENOUGH and key not in self._reported:
                 self._report(key, seen)
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], object]]:
         """Yield the attributes of the program's own modules, with the path of the module and the name."""
         for path, module in self._module.named_modules():
-            if not _is_of_library(type(module)):
+            kind = type(module)
+            if not (kind.__module__.startswith("torch.") or _is_of_library(kind, "torchmetrics.")):
                 for name, value in tuple(vars(module).items()):
                     if name not in _OF_EVERY_MODULE and not _is_computed(module, name):
                         yield (path, name), value
@@ -120,20 +126,27 @@ class PythonState:
             return
         self._reported.add(key)
         path, name = key
-        what = f"the attribute {name} of {type(self._module.get_submodule(path)).__name__}"
-        _faults.append(
-            f"{what}{f' ({path})' if path else ''} changes in each forward pass, and the next pass reads it: an "
-            "instance with several replicas changes it more often than one with a single one, so the result would "
-            "depend on how the replicas are dealt to instances. Make a number or tensor a buffer "
-            "(register_buffer), which belongs to the replica; change it once a step, outside of forward; hand a "
-            "state that follows the samples to forward and return it; draw from torch's global generator in place "
-            "of one of the module's own. popdist.init(checks='off') leaves out this check"
+        owner = type(self._module.get_submodule(path))
+        what = f"the attribute {name} of {owner.__name__}{f' ({path})' if path else ''}"
+        text = (
+            f"{what} changes in each forward pass, and the next pass reads it: an instance with several replicas "
+            "changes it more often than one with a single one, so the result would depend on how the replicas are "
+            "dealt to instances. Make a number or tensor a buffer (register_buffer), which belongs to the "
+            "replica; change it once a step, outside of forward and training_step; hand a state that follows the "
+            "samples to forward and return it; draw from torch's global generator in place of one of the module's "
+            "own. popdist.init(checks='off') leaves out this check"
         )
+        if _is_of_library(owner, "lightning."):  # whose training_step may count what no loss depends on
+            warnings.warn(text, PopdistWarning, stacklevel=2)
+        else:
+            _faults.append(text)
 
 
 def _is_counter(seen: _Seen) -> bool:
-    """Whether the attribute is a number that changes by the same amount in each pass."""
-    return len(seen.differences) == seen.num_changes and len(set(seen.differences)) == 1
+    """Whether the attribute is a number that grows by the same amount, or by the same factor, in each pass."""
+    if len(seen.factors) != seen.num_changes:
+        return False
+    return len(set(seen.differences)) == 1 or all(isclose(it, seen.factors[0]) for it in seen.factors)
 
 
 class _Reads(TorchFunctionMode):
@@ -197,10 +210,9 @@ def _attributes_of(value: object) -> list[tuple[str, object]]:
     return [] if isinstance(value, type | ModuleType) else list(getattr(value, "__dict__", {}).items())
 
 
-def _is_of_library(kind: type) -> bool:
-    """Whether ``kind`` is a module of torch, or a metric of torchmetrics, which counts its own updates."""
-    modules = [base.__module__ for base in kind.__mro__]
-    return modules[0].startswith("torch.") or any(name.startswith("torchmetrics.") for name in modules)
+def _is_of_library(kind: type, library: str) -> bool:
+    """Whether ``kind`` extends a class of ``library``, such as a metric, which counts its own updates."""
+    return any(base.__module__.startswith(library) for base in kind.__mro__)
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
