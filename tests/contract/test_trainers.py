@@ -628,7 +628,7 @@ SAYS = {
     "optimizers_in_turn": "BatchError: an optimizer made a step for some replicas and not for the last one",
     "gathered": "BatchError: accelerator.gather() joins the value of one replica of each instance",
     "reduced": "BatchError: accelerator.reduce() joins the value of one replica of each instance",
-    "gathered_for_metrics": "BatchError: accelerator.gather_for_metrics() joins the value of one replica of",
+    "gathered_for_metrics": "BatchError: accelerator.gather_for_metrics() joins the value of one replica of each",
 }
 LIGHTNING_SAYS = {
     "manual": f"{LIGHTNING}automatic_optimization=False",

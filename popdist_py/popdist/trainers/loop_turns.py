@@ -102,7 +102,7 @@ class LoopTurns:
         """
         if self.is_running and self._steps.is_training and len(self._steps.replicas) > 1:
             raise BatchError(
-                f"{name}() joins the value of one replica of each instance: in each turn add the value to a "
+                f"{name}() joins the value of one replica of each instance. In each turn add the value to a "
                 f"popdist.Mean(), and call its compute() after the loop, or when {self._asks_by} is True"
             )
 
@@ -148,8 +148,8 @@ class LoopTurns:
             )
         if turn.is_last and not self._stepped >= self._rates.keys():
             raise BatchError(
-                "an optimizer made a step for some replicas and not for the last one, so the step had no effect: "
-                f"choose between optimizers by a number of steps, which is counted where {self._asks_by} is True"
+                "an optimizer made a step for some replicas and not for the last one, so the step had no effect. "
+                f"Choose between optimizers by a number of steps, and count steps where {self._asks_by} is True"
             )
 
     def _warn_of_iterations(self) -> None:
