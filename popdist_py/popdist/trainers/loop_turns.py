@@ -56,7 +56,8 @@ class LoopTurns:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states.
 
         Raises:
-            BatchError: After a turn in which the program had to call ``optimizer.step()``, and has not.
+            BatchError: After a turn in which the program had to call ``optimizer.step()``, and has not; or after a
+                step in which an optimizer was stepped for some replicas, and not for the last one.
         """
         try:
             for rows in rows_of_steps:
@@ -97,8 +98,8 @@ class LoopTurns:
             )
 
     def check_collective(self, name: str) -> None:
-        """Raise BatchError if the function ``name`` would join the value of one replica of each instance, because
-        a loop runs, and no evaluation inside the loop.
+        """Raise BatchError if the program calls the function ``name`` in a training loop over several replicas,
+        where the function would join the value of one replica of each instance. An evaluation may call it.
         """
         if self.is_running and self._steps.is_training and len(self._steps.replicas) > 1:
             raise BatchError(

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Final
 
 from popdist.ground.values import dataclass
-from poprun.launch.process.limits import read_text
+from poprun.launch.pressure import read_kernel_file
 from poprun.launch.process.process_tree import ancestors, user_of
 from poprun.launch.process.spawn import Answer, answers_of
 from poprun.makers.listings import Listed
@@ -118,8 +118,8 @@ def gpus_of(devices: Sequence[Listed], pci: str = PCI) -> tuple[Gpu, ...]:
 def _node_of(address: str, pci: str) -> int | None:
     """Return the NUMA node of the device with the PCI address ``address``; None if the node is unknown."""
     domain, _, rest = address.lower().partition(":")
-    with suppress(OSError, ValueError):
-        node = int(read_text(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node")))
+    with suppress(ValueError):
+        node = int(read_kernel_file(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node")))
         return node if node >= 0 else None
     return None
 
@@ -130,8 +130,8 @@ def _read_files(patterns: Sequence[str], root: str) -> dict[str, str]:
 
     contents = {}
     for path in (path for pattern in patterns for path in glob(_below(root, pattern))):
-        with suppress(OSError, ValueError):
-            contents[f"/{os.path.relpath(path, root)}"] = read_text(path)
+        with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+            contents[f"/{os.path.relpath(path, root)}"] = file.read()
     return contents
 
 

@@ -26,7 +26,8 @@ from popdist.ground.contract import (
 from poprun.errors import PlanError
 from poprun.hosts.probe.gpus import find_devices
 from poprun.hosts.probe.mpi_runtimes import find_mpi
-from poprun.launch.process.limits import cpu_quota, read_text
+from poprun.launch.pressure import read_kernel_file
+from poprun.launch.process.limits import cpu_quota
 from poprun.plan.topology import Allocation, Cpu, MachineFacts
 from poprun.text.ranges import parse_hosts, parse_numbers
 
@@ -167,10 +168,10 @@ def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]
 def read_memory_nodes(system: str = SYSTEM, status: str = STATUS) -> tuple[int, ...]:
     """Return the ascending NUMA nodes whose memory this process may use; all nodes with memory if unknown."""
     having = _numbers(os.path.join(system, "node", "has_memory"))
-    with suppress(OSError, ValueError):
-        lines = read_text(status).splitlines()
+    with suppress(ValueError):
+        lines = read_kernel_file(status).splitlines()
         allowed = next((line.removeprefix(_ALLOWED).strip() for line in lines if line.startswith(_ALLOWED)), "")
-        return tuple(node for node in parse_numbers(allowed) if node in having)
+        return tuple(node for node in parse_numbers(allowed) if node in having) if lines else having
     return having
 
 
@@ -192,7 +193,7 @@ def _caches(folder: str) -> Iterator[tuple[int, int]]:
         for name in os.listdir(folder):
             cache = os.path.join(folder, name)
             sharers = _numbers(os.path.join(cache, "shared_cpu_list"))
-            if sharers and _text(os.path.join(cache, "type")) != _INSTRUCTIONS:
+            if sharers and read_kernel_file(os.path.join(cache, "type")).strip() != _INSTRUCTIONS:
                 yield _number(os.path.join(cache, "level")), sharers[0]
 
 
@@ -206,17 +207,11 @@ def _node_of_cores(folder: str) -> dict[int, int]:
 
 def _numbers(path: str) -> tuple[int, ...]:
     """Return the numbers in the file ``path``; () if the file is missing or contains something else."""
-    with suppress(OSError, ValueError):
-        return parse_numbers(read_text(path).strip())
+    with suppress(ValueError):
+        return parse_numbers(read_kernel_file(path).strip())
     return ()
 
 
 def _number(path: str) -> int:
     """Return the number in the file ``path``; 0 if the file is missing or contains something else, such as -1."""
     return next(iter(_numbers(path)), 0)
-
-
-def _text(path: str) -> str:
-    with suppress(OSError):
-        return read_text(path).strip()
-    return ""

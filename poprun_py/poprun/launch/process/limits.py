@@ -52,12 +52,6 @@ def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: st
     return KillCounts(*count_kills(read_kernel_file(membership), cgroups, vmstat))
 
 
-def read_text(path: str) -> str:
-    """Return the whole text of ``path``, a file of the kernel such as /proc/self/cgroup."""
-    with open(path, encoding="utf-8") as file:
-        return file.read()
-
-
 _LEAST_FILES: Final = 13
 _LEAST_FILES_OF_INSTANCE: Final = 3  # a limit of open files below these two numbers is too low for every job
 _WANTED_FILES: Final = 64
