@@ -35,13 +35,17 @@ class _QuickImports:
 
 
 def _run_without_collections(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Run an import without a collection, and keep the imported objects out of later collections."""
+    """Run an import without a collection, and keep the imported objects out of later collections.
+
+    torch itself imports its compiler in the middle of a program, whose objects must stay in the collections.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         execute(module)
     finally:
-        gc.freeze()
+        if module.__name__ != "torch._dynamo":
+            gc.freeze()
         if was_enabled:
             gc.enable()
 

@@ -251,8 +251,14 @@ def law_all_instances_leave_after_the_same_step() -> None:
 
 
 def law_the_job_can_be_made_again() -> None:
-    """With another mesh, and a default group of the program's, which stays."""
+    """With another mesh, after a DDP model of an earlier job, and beside a default group of the program."""
+    popdist.finalize()
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS, torch_distributed=True)
+    kept = DistributedDataParallel(nn.Linear(2, 2))
+    popdist.finalize()
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     mesh = popdist.device_mesh()
+    del kept
     popdist.finalize()
     assert not dist.is_initialized()
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)

@@ -86,7 +86,10 @@ def _refuse_ddp(wrapper: DistributedDataParallel, contract: Contract) -> None:
     """Raise WeightsError if the process group of ``wrapper``, a DDP model, has instances with different parts of a
     replica: DDP would take the mean of these parts' gradients.
     """
-    ranks = get_process_group_ranks(wrapper.process_group)
+    try:
+        ranks = get_process_group_ranks(wrapper.process_group)
+    except KeyError:  # the group is destroyed, so the model trains no more
+        return
     if len({contract.parallelism.part_of(rank).index for rank in ranks}) > 1:
         raise WeightsError(
             f"DistributedDataParallel over {name_instances(ranks)} would take the mean of gradients of different "
