@@ -4,7 +4,10 @@ Needs the packages ``transformers`` and ``accelerate``. One line changes: ``from
 Trainer``, or ``class MyTrainer(popdist.transformers.Replicated, SFTTrainer)`` for another library's Trainer.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice, zip_longest
 from math import fsum
 from pathlib import Path
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import get_last_checkpoint
 
 from popdist.accelerate import Accelerator
-from popdist.errors import BatchError
+from popdist.errors import BatchError, PopdistWarning
 from popdist.job import context
 from popdist.trainers.replica_rows import Row
 from popdist.trainers.replica_steps import in_replica_order
@@ -78,6 +81,7 @@ class Replicated(_Base):
         self.gather_function = self.accelerator.gather_for_metrics  # of the new class
         self.accelerator.gathers_later = type(self).compute_loss.__module__ in _GATHER_METRICS_ONLY
         self._resumed_from: Path | None = None
+        self._replica = 0  # the local replica that trains now
 
     def get_train_dataloader(self) -> Any:
         """Return the training loader, which yields rows: lists with one batch for each local replica."""
@@ -118,10 +122,11 @@ class Replicated(_Base):
             return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the Trainer has no types
         losses = []
         for micro_batch in inputs:
-            replica = micro_batch.index // micro_batch.accumulation
-            with self._steps.micro_batch(micro_batch) as content:
-                losses.append(step(model, content, self._items[replica]))
-            self._losses.add(replica, losses[-1])
+            self._replica = micro_batch.index // micro_batch.accumulation
+            with self._steps.micro_batch(micro_batch) as content, self._numbers.watched():
+                losses.append(step(model, content, self._items[self._replica]))
+            self._losses.add(self._replica, losses[-1])
+        self._replica = 0
         return torch.stack(losses).mean()
 
     @property
@@ -143,7 +148,7 @@ class Replicated(_Base):
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
         self._resumed_from = Path(folder) if folder else None
-        self._losses = _ReplicaLosses(self)
+        self._losses, self._numbers = _ReplicaLosses(self), _Numbers(self)
         together = _Together(self)  # after the program's callbacks, whose wishes it shares
         self.add_callback(together)
         try:
@@ -196,7 +201,12 @@ class Replicated(_Base):
             self.accelerator.is_predicting = False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Replace the losses in ``logs`` by the means over all replicas, and log ``logs`` as the Trainer does."""
+        """Replace the losses in ``logs`` by the means over all replicas, and log ``logs`` as the Trainer does.
+
+        Of the logs that a program's ``compute_loss`` writes, an instance keeps those of its first replica.
+        """
+        if self._has_replicas and self._replica > 0:
+            return
         if self._has_replicas and self.is_in_train:
             self._losses.put_in(logs)
         if self._has_replicas and self.accelerator.gathers_later:
@@ -317,6 +327,43 @@ class _ReplicaLosses:
             steps = step - (self._first_step or 0)
             rest = sums[0].item()  # the Trainer, too, adds the rest of process 0 alone
             logs["train_loss"] = (self._total + rest) / max(steps, 0.001)
+
+
+class _Numbers:
+    """The numbers that a program keeps in attributes of its Trainer, and how often replicas have changed each."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._num_changes: Counter[str] = Counter()
+        self._num_left = 12 if context.num_local_replicas() > 1 else 0  # of the micro batches to watch
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context for a micro batch of one replica, which warns of a number that every replica has changed."""
+        self._num_left -= 1
+        before = self._now() if self._num_left >= 0 else {}
+        yield
+        now = self._now() if before else {}
+        for name in [it for it in before.keys() & now.keys() if now[it] != before[it]]:
+            self._num_changes[name] += 1
+            if self._num_changes[name] == _ENOUGH_CHANGES:
+                kind = type(self._trainer).__name__
+                warnings.warn(
+                    f"{kind}.{name} changes for each replica that an instance trains, so its value depends on the "
+                    "number of instances: count steps by self.state.global_step, or in a callback's on_step_end",
+                    PopdistWarning,
+                    stacklevel=2,
+                )
+
+    def _now(self) -> dict[str, float]:
+        values = vars(self._trainer).items()
+        numbers = {name: it for name, it in values if isinstance(it, int | float) and name != "_replica"}
+        tensors = {name: it.item() for name, it in values if isinstance(it, Tensor) and it.numel() == 1}
+        return numbers | tensors
+
+
+_ENOUGH_CHANGES = 3
+"""The number of micro batches that have changed a number, before a warning names this number."""
 
 
 def _refuse(args: Any) -> None:

@@ -547,10 +547,11 @@ calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered,
 calls += counts_iterations, gathered_by_fabric, counted_inside
 """
 REFUSED_OF_TRAINER = """
-import torch, transformers
+import torch, transformers, warnings
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
+from popdist.errors import PopdistWarning
 from popdist.transformers import Replicated, Trainer
 
 data = [{"x": torch.ones(4), "labels": torch.tensor(1)}] * 32
@@ -588,13 +589,23 @@ def objects():
 def by_instance():
     train(eval_do_concat_batches=False)
 
+def counted():
+    def count(self, *args, **kwargs):
+        self.number = getattr(self, "number", 0) + 1
+        return super(Trainer, self).compute_loss(*args, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PopdistWarning)
+        train(type("Mine", (Trainer,), {"compute_loss": count}))
+
 def raw_loader_of_evaluation():
     own = type("Mine", (Trainer,), {"get_eval_dataloader": lambda _self, _data=None: DataLoader(data, 8)})
     arguments = TrainingArguments("nothing", use_cpu=True, report_to=[])
     trainer = own(model=Net(4, 2), args=arguments, train_dataset=data, eval_dataset=data)
     raise ValueError(f"no error: {trainer.evaluate()['eval_loss'] > 0}")
 
-calls = own_step, raw_loader, by_batch, gathered, split, objects, by_instance, raw_loader_of_evaluation
+calls = (
+    own_step, raw_loader, by_batch, gathered, split, objects, by_instance, counted, raw_loader_of_evaluation
+)
 """
 TRAINER_SAYS = {
     "own_step": "BatchError: Mine.training_step would get the batches of several replicas",
@@ -602,6 +613,7 @@ TRAINER_SAYS = {
     "by_batch": "BatchError: TrainingArguments(batch_eval_metrics=...)",
     "objects": "BatchError: TrainingArguments(eval_use_gather_object=...)",
     "by_instance": "BatchError: eval_do_concat_batches=False",
+    "counted": "PopdistWarning: Mine.number changes for each replica",
     "split": "BatchError: accelerator_config with split_batches",
     "raw_loader_of_evaluation": "ValueError: no error: True",
     "gathered": "CollectiveError: a collective of torch.distributed within a micro batch",
