@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from popdist.errors import BatchError, PopdistWarning, WeightsError
 from popdist.job import context
@@ -30,6 +30,7 @@ from popdist.trainers.evaluated_batches import (
     seeded_options,
     seeded_turns,
 )
+from popdist.trainers.given_loaders import refuse_loader, seed_sampler, source_of
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_rows import ReplicaScopes, RowSampler, RowStream, options_of, row_options
 from popdist.trainers.replica_steps import ReplicaSteps
@@ -83,7 +84,7 @@ class Accelerator(accelerate.Accelerator):
         self.num_replicas = context.num_replicas()
         self.replica_steps: ReplicaSteps | None = None
         self.deals_rows = self.gathers_later = self.is_predicting = False
-        self._counts_instances = self._drops_repeated = False
+        self._counts_instances = self._drops_repeated = self._may_train_another = False
         self.loop_turns: LoopTurns | None = None
         self._loaded_from: Path | None = None
         if self.num_replicas > 1:
@@ -111,6 +112,11 @@ class Accelerator(accelerate.Accelerator):
     def num_processes(self) -> int:
         """The number of replicas, each of which takes the place of a process."""
         return int(super().num_processes) if self._counts_instances else context.num_replicas()
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether the job has several replicas, each of which takes the place of a process."""
+        return context.num_replicas() > 1
 
     @contextmanager
     def counting_instances(self) -> Iterator[None]:
@@ -146,18 +152,23 @@ class Accelerator(accelerate.Accelerator):
         """Prepare ``model`` as accelerate does, with ReplicatedModel in place of DistributedDataParallel.
 
         Raises:
-            WeightsError: If a model was prepared before this one: the steps of two models cannot be told apart.
+            WeightsError: If a model was prepared before this one, and :meth:`free_memory` was not called since:
+                the steps of two models cannot be told apart.
         """
         is_trained = any(parameter.requires_grad for parameter in model.parameters()) and not evaluation_mode
         if self.num_replicas == 1 or not is_trained or isinstance(model, ReplicatedModel):
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=evaluation_mode)
             return prepared
         if self.replica_steps is not None and self.replica_steps.model.module is not model:
-            raise WeightsError(
-                "popdist.accelerate.Accelerator prepares one model that is trained, and this is the second one: "
-                "put both into one nn.Module, or prepare the other one with evaluation_mode=True"
-            )
+            if not self._may_train_another:
+                raise WeightsError(
+                    "popdist.accelerate.Accelerator prepares one model that is trained, and this is the second "
+                    "one: put both into one nn.Module, prepare the other one with evaluation_mode=True, or call "
+                    "accelerator.free_memory() after the training of the first one"
+                )
+            self.replica_steps = None
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        self._may_train_another = False
         if self.replica_steps is None:
             self.replica_steps = ReplicaSteps(prepared)
             self.loop_turns = LoopTurns(self.replica_steps, _ACCUMULATE, "accelerator.sync_gradients")
@@ -184,9 +195,9 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.num_replicas == 1 or isinstance(data_loader, PreparedLoader):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        _refuse_loader(data_loader)
+        refuse_loader(data_loader)
         if not self.use_seedable_sampler:
-            _seed_sampler(data_loader)
+            seed_sampler(data_loader)
         dispatches, self.dataloader_config.dispatch_batches = self.dataloader_config.dispatch_batches, False
         try:
             with self.counting_instances():
@@ -204,7 +215,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if isinstance(loader.dataset, IterableDataset):
             return self._shard(dealt, **self._stream_options(SeededStream, loader))
-        source = _source_of(dealt.batch_sampler)
+        source = source_of(dealt.batch_sampler)
         if self.split_batches:
             source = BatchSampler(source.sampler, source.batch_size // self.num_replicas, source.drop_last)
         if loader.drop_last:
@@ -238,7 +249,7 @@ class Accelerator(accelerate.Accelerator):
         return {**options_of(loader), "dataset": stream, "batch_size": None}
 
     def _row_sampler(self, batch_sampler: Any, scopes: ReplicaScopes) -> RowSampler:
-        source = _source_of(batch_sampler)
+        source = source_of(batch_sampler)
         shards = [
             partial(
                 BatchSamplerShard,
@@ -385,6 +396,11 @@ class Accelerator(accelerate.Accelerator):
                 yield step
                 step = []
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Free what accelerate frees; then another model can be prepared and trained."""
+        self._may_train_another = True
+        return super().free_memory(*objects)
+
     def _save_states(self, _models: Any, _weights: Any, folder: str) -> None:
         """Save the random states of all replicas in ``folder``, the folder of accelerate's checkpoint."""
         if self.replica_steps is not None:
@@ -474,27 +490,3 @@ class PreparedLoader:
         """Tell the samplers and the dataset the number of the epoch."""
         for loader in self.loaders:
             loader.set_epoch(epoch)
-
-
-def _source_of(batch_sampler: Any) -> Any:
-    return batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
-
-
-def _refuse_loader(loader: Any) -> None:
-    """Raise BatchError if ``loader`` has a DistributedSampler, or batch_size=None without an IterableDataset."""
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-        raise BatchError(
-            "the loader has a DistributedSampler, which deals samples to processes: leave it out, and the "
-            "Accelerator deals the batches to the replicas"
-        )
-    if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None:
-        raise BatchError("the loader has batch_size=None: give it a batch_size, or a batch_sampler")
-
-
-def _seed_sampler(loader: Any) -> None:
-    """Add a generator to a loader's random sampler that has none, as accelerate does for several processes."""
-    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
-    if hasattr(sampler, "generator") and sampler.generator is None:
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        sampler.generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,8 @@
 
 Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
 popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs,
-popdist.trainers.loop_turns, popdist.trainers.evaluated_batches and popdist.trainers.versions.
+popdist.trainers.loop_turns, popdist.trainers.evaluated_batches, popdist.trainers.given_loaders and
+popdist.trainers.versions.
 """
 
 import re
@@ -215,6 +216,42 @@ for call in calls:
     else:
         print(f"{call.__name__}: nothing was refused")
 """
+
+TRAINED_TWICE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from popdist.accelerate import Accelerator
+import popdist
+
+torch.manual_seed(1)
+data = torch.randn(40, 4)
+accelerator = Accelerator(cpu=True)
+for fold in range(2):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    loader = DataLoader(data, batch_size=2, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.print(f"fold {fold}: {accelerator.use_distributed} {popdist.checksum(model)}")
+    accelerator.free_memory()
+"""
+
+
+def test_a_second_model_is_trained_after_free_memory(poprun: Poprun, tmp_path: Path) -> None:
+    """As in a cross validation; to the program, four replicas are distributed even in one instance."""
+    script = tmp_path / "trained_twice.py"
+    script.write_text(TRAINED_TWICE, encoding="utf-8")
+    found = []
+    for number in ("1", "2", "4"):
+        finished = poprun("--num-instances", number, "--num-replicas", "4", sys.executable, str(script))
+        found.append(_lines(finished.succeeded_but_for_torch(), "fold "))
+
+    assert [line.split()[2] for line in found[0]] == ["True", "True"]
+    assert found[0] == found[1] == found[2]
+
 
 REFUSED = """
 import sys, torch, warnings
