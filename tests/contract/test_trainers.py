@@ -403,9 +403,29 @@ def counts_iterations():
     with warnings.catch_warnings(action="error", category=PopdistWarning):
         loop(turn)
 
+def leaves(after):
+    accelerator, model, optimizer = begin()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    for (x,) in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        break
+    model.eval()
+    after(loader)
+
+def left():
+    with warnings.catch_warnings(record=True, action="always") as said:
+        leaves(lambda _: None)
+    raise said[-1].message
+
+def evaluates_after_leaving():
+    with warnings.catch_warnings(action="ignore", category=PopdistWarning):
+        leaves(lambda loader: next(iter(loader)))
+
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
 calls += counts_iterations, own_generator, raw_loader, in_evaluation_mode, a_closure, rate_by_hand
 calls += gathered, reduced, gathered_for_metrics, rate_for_the_next, optimizers_in_turn
+calls += left, evaluates_after_leaving
 """
 
 REFUSED_OF_LIGHTNING = """
@@ -669,6 +689,8 @@ SAYS = {
     "dispatched": "BatchError: dispatch_batches=True",
     "own_generator": "BatchError: Noisy.drawn_by is a random generator of the program's own",
     "counts_iterations": "PopdistWarning: this instance trains 2 replicas in turn",
+    "left": "PopdistWarning: the loop over the loader was left in the middle of an optimizer step",
+    "evaluates_after_leaving": "BatchError: the loop over the loader was left in the middle of an optimizer step",
     "raw_loader": "BatchError: accelerator.backward() was called outside of a training loop",
     "in_evaluation_mode": "BatchError: accelerator.backward() was called outside of a training loop",
     "a_closure": "BatchError: optimizer.step(closure)",

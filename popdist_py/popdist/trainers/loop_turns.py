@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from popdist.errors import BatchError, PopdistWarning
 from popdist.job.instances import is_main
-from popdist.trainers.replica_steps import ReplicaBatch, ReplicaSteps, in_replica_order
+from popdist.trainers.replica_steps import LEFT, ReplicaBatch, ReplicaSteps, in_replica_order
 
 
 class LoopTurns:
@@ -73,6 +73,10 @@ class LoopTurns:
                     if not turn.is_of_last_replica:
                         self._check_rates(turn)
                 self._warn_of_iterations()
+        except GeneratorExit:
+            if not self.is_last:
+                warnings.warn(f"{LEFT}. The step was discarded", PopdistWarning, stacklevel=3)
+            raise
         finally:
             self._turn = None
             self._steps.exit()
@@ -159,7 +163,7 @@ class LoopTurns:
             warnings.warn(
                 f"this instance trains {len(self._steps.replicas)} replicas in turn, and an iteration of the loop "
                 "is the batch of one replica. Code that counts optimizer steps, averages weights or logs belongs "
-                f"under `if {self._asks_by}:`",
+                f"under `if {self._asks_by}:`. Divide a sum of losses by the number of iterations",
                 PopdistWarning,
                 stacklevel=4,  # the line of the loop
             )

@@ -29,7 +29,8 @@ STATES_KEY = "popdist_replica_random_states"
 _HAS_ACTED = (
     "after a step has acted: then accelerator.sync_gradients, or Fabric's strategy.sync_gradients, is True"
 )
-_LEFT = f"the loop over the loader was left in the middle of an optimizer step. Leave the loop {_HAS_ACTED}"
+LEFT = f"the loop over the loader was left in the middle of an optimizer step. Leave the loop {_HAS_ACTED}"
+"""The text for a program that leaves the loop there: its results depend on the number of instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,6 @@ class ReplicaSteps:
         """Begin an epoch. At the first call, copy the process's random states for each replica; at later calls,
         let each replica draw the seed that torch's DataLoader draws when it begins.
         """
-        self._check_not_left()
         self.draw_of_loader()
         if not self._has_states:
             _check_seeds()
@@ -142,6 +142,7 @@ class ReplicaSteps:
 
     def draw_of_loader(self) -> None:
         """Draw from each replica's random state the seed that torch's DataLoader draws when it begins."""
+        self._check_not_left()
         self._check_between_steps("a loop over a loader began")
         if self._has_states:
             for replica in self.replicas:
@@ -177,7 +178,7 @@ class ReplicaSteps:
             self.begin(replace(last, index=last.index + 1))
         if self._open is not None:
             self._open = None
-            self._scope.__exit__(BatchError, BatchError(_LEFT), None)
+            self._scope.__exit__(BatchError, BatchError(LEFT), None)
 
     def exit(self) -> None:
         """End a training loop; if it ends inside an optimizer step, discard the step and refuse further loops."""
@@ -186,7 +187,7 @@ class ReplicaSteps:
 
     def _check_not_left(self) -> None:
         if self._was_left:
-            raise BatchError(_LEFT)
+            raise BatchError(LEFT)
 
     def _check_between_steps(self, what: str) -> None:
         """Raise BatchError if an optimizer step has begun and has not ended; ``what`` names the refused action."""
