@@ -162,9 +162,9 @@ class Accelerator(accelerate.Accelerator):
         if self.replica_steps is not None and self.replica_steps.model.module is not model:
             if not self._may_train_another:
                 raise WeightsError(
-                    "popdist.accelerate.Accelerator prepares one model that is trained, and this is the second "
-                    "one: put both into one nn.Module, prepare the other one with evaluation_mode=True, or call "
-                    "accelerator.free_memory() after the training of the first one"
+                    "popdist.accelerate.Accelerator prepares one model that is trained, and this is the second: "
+                    "put both into one nn.Module, or prepare the other one with evaluation_mode=True. If the "
+                    "first trains no more, call accelerator.free_memory() before"
                 )
             self.replica_steps = None
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -397,7 +397,7 @@ class Accelerator(accelerate.Accelerator):
                 step = []
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free what accelerate frees; then another model can be prepared and trained."""
+        """Release the prepared objects as accelerate does; then another model can be prepared."""
         self._may_train_another = True
         return super().free_memory(*objects)
 

@@ -148,7 +148,7 @@ class Replicated(_Base):
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
         self._resumed_from = Path(folder) if folder else None
-        self._losses, self._numbers = _ReplicaLosses(self), _Numbers(self)
+        self._losses, self._numbers = _ReplicaLosses(self), _ChangedNumbers(self)
         together = _Together(self)  # after the program's callbacks, whose wishes it shares
         self.add_callback(together)
         try:
@@ -203,7 +203,7 @@ class Replicated(_Base):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Replace the losses in ``logs`` by the means over all replicas, and log ``logs`` as the Trainer does.
 
-        Of the logs that a program's ``compute_loss`` writes, an instance keeps those of its first replica.
+        Of the logs that a program's ``compute_loss`` writes, an instance keeps the logs of its first replica.
         """
         if self._has_replicas and self._replica > 0:
             return
@@ -329,7 +329,7 @@ class _ReplicaLosses:
             logs["train_loss"] = (self._total + rest) / max(steps, 0.001)
 
 
-class _Numbers:
+class _ChangedNumbers:
     """The numbers that a program keeps in attributes of its Trainer, and how often replicas have changed each."""
 
     def __init__(self, trainer: Any) -> None:
