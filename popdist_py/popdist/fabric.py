@@ -194,13 +194,19 @@ class TurnLoader:
         self.dataset, self.batch_size, self.drop_last = loader.dataset, loader.batch_size, loader.drop_last
         self.batch_sampler = None if rows is None else rows.batch_sampler
         self._strategy, self._loader, self._rows = strategy, loader, rows
-        self._evaluates = False
+        self._evaluates: bool | None = None  # before the first loop
 
     def __len__(self) -> int:
-        """Return the number of batches of one replica; if an evaluation began last, of all local replicas."""
+        """Return the number of batches of one replica; in an evaluation, of all local replicas.
+
+        After the first loop, the mode in which the last loop began decides; before it, the mode of the model.
+        """
         if self._rows is None:
             return len(self._loader)
-        return len(self._rows) * (context.num_local_replicas() if self._evaluates else 1)
+        steps, evaluates = self._strategy.steps, self._evaluates
+        if evaluates is None:
+            evaluates = steps is not None and not steps.is_training
+        return len(self._rows) * (context.num_local_replicas() if evaluates else 1)
 
     def __iter__(self) -> Iterator[Any]:
         steps = self._strategy.steps

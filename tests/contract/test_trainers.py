@@ -537,6 +537,13 @@ def begin(accumulation=1):
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     return fabric, model, optimizer, fabric.setup_dataloaders(DataLoader(data, batch_size=4))
 
+def lengths():
+    _, model, _, loader = begin()
+    in_training = len(loader)
+    model.eval()
+    with torch.no_grad():
+        raise ValueError(f"no error: {in_training}, {len(loader)}, {sum(1 for _ in loader)}")
+
 def twice():
     fabric, model, _, loader = begin()
     for (x,) in loader:
@@ -601,7 +608,7 @@ def no_number():
 calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
 calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric, counted
-calls += counts_iterations, gathered_by_fabric, counted_inside
+calls += counts_iterations, gathered_by_fabric, counted_inside, lengths
 """
 REFUSED_OF_TRAINER = """
 import torch, transformers, warnings
@@ -732,6 +739,7 @@ LIGHTNING_SAYS = {
     "endless": "BatchError: the loader deals no samples to replicas",
     "left": "BatchError: the loop over the loader was left",
     "no_number": "BatchError: accumulation=0",
+    "lengths": "ValueError: no error: 4, 8, 8",
 }
 
 
