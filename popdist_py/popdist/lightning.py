@@ -380,7 +380,9 @@ def _refuse(trainer: Any, module: Any) -> None:
     """Raise BatchError if ``trainer`` or ``module`` uses a feature of Lightning that replicas cannot have."""
     reason = next((reason for hook, reason in _REFUSED.items() if _overrides(trainer, module, hook)), None)
     if not module.automatic_optimization:
-        reason = "automatic_optimization=False makes the steps itself: use automatic optimization"
+        reason = (
+            "automatic_optimization=False makes the steps itself: use automatic optimization, with one optimizer"
+        )
     elif trainer.strategy._layer_sync is not None:  # noqa: SLF001 - Lightning says it nowhere else
         reason = "sync_batchnorm=True adds over processes and not over replicas: leave it out"
     elif any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):

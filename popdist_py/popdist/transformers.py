@@ -122,11 +122,13 @@ class Replicated(_Base):
             return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the Trainer has no types
         losses = []
         for micro_batch in inputs:
-            self._replica = micro_batch.index // micro_batch.accumulation
-            with self._steps.micro_batch(micro_batch) as content, self._numbers.watched():
-                losses.append(step(model, content, self._items[self._replica]))
-            self._losses.add(self._replica, losses[-1])
-        self._replica = 0
+            replica = self._replica = micro_batch.index // micro_batch.accumulation
+            try:
+                with self._steps.micro_batch(micro_batch) as content, self._numbers.watched():
+                    losses.append(step(model, content, self._items[replica]))
+            finally:
+                self._replica = 0
+            self._losses.add(replica, losses[-1])
         return torch.stack(losses).mean()
 
     @property
@@ -352,15 +354,19 @@ class _ChangedNumbers:
                     f"{kind}.{name} changes for each replica that an instance trains, so its value depends on the "
                     "number of instances: count steps by self.state.global_step, or in a callback's on_step_end",
                     PopdistWarning,
-                    stacklevel=2,
+                    stacklevel=3,  # past contextlib
                 )
 
-    def _now(self) -> dict[str, float]:
-        values = vars(self._trainer).items()
-        numbers = {name: it for name, it in values if isinstance(it, int | float) and name != "_replica"}
-        tensors = {name: it.item() for name, it in values if isinstance(it, Tensor) and it.numel() == 1}
-        return numbers | tensors
+    def _now(self) -> dict[str, str]:
+        """Return the text of each number, by the attribute's name; the text of NaN is always the same."""
+        values = {name: it for name, it in vars(self._trainer).items() if name not in _COUNTED}
+        numbers = {name: it for name, it in values.items() if isinstance(it, int | float)}
+        tensors = {name: it.item() for name, it in values.items() if isinstance(it, Tensor) and it.numel() == 1}
+        return {name: repr(it) for name, it in (numbers | tensors).items()}
 
+
+_COUNTED = ("_replica", "_total_train_tokens")
+"""The attributes that each replica changes rightly: popdist's own, and TRL's, whose sum ``log`` logs."""
 
 _ENOUGH_CHANGES = 3
 """The number of micro batches that have changed a number, before a warning names this number."""

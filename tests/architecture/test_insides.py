@@ -99,6 +99,11 @@ INSIDES: Final = (
         "popdist.accelerate",
         "accelerate gives no other way into its lists of saved objects; a Trainer makes its own accelerator",
     ),
+    Use(
+        "_total_train_tokens",
+        "popdist.transformers",
+        "a count of TRL's Trainers, about which no program is warned",
+    ),
     Use("_metrics", "popdist.transformers", "the only place of the metrics that TRL's Trainers average and log"),
     Use("self.lightning_module.*=", "popdist.lightning", "hooks of the user's module; none comes after them"),
     Use("_layer_sync", "popdist.lightning", "Lightning says nowhere else that sync_batchnorm=True"),

@@ -413,6 +413,13 @@ def leaves(after):
     model.eval()
     after(loader)
 
+def local_sgd():
+    from accelerate.local_sgd import LocalSGD
+    accelerator, model, optimizer = begin()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8):
+        next(iter(loader))
+
 def left():
     with warnings.catch_warnings(record=True, action="always") as said:
         leaves(lambda _: None)
@@ -425,7 +432,7 @@ def evaluates_after_leaving():
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
 calls += counts_iterations, own_generator, raw_loader, in_evaluation_mode, a_closure, rate_by_hand
 calls += gathered, reduced, gathered_for_metrics, rate_for_the_next, optimizers_in_turn
-calls += left, evaluates_after_leaving
+calls += left, evaluates_after_leaving, local_sgd
 """
 
 REFUSED_OF_LIGHTNING = """
@@ -661,6 +668,17 @@ def counted():
         warnings.simplefilter("error", PopdistWarning)
         train(type("Mine", (Trainer,), {"compute_loss": count}))
 
+def logged():
+    def log(self, *args, **kwargs):
+        self.log({"own": 1.0})
+        return super(Trainer, self).compute_loss(*args, **kwargs)
+    arguments = TrainingArguments("nothing", use_cpu=True, report_to=[], save_strategy="no")
+    own = type("Mine", (Trainer,), {"compute_loss": log})
+    trainer = own(model=Net(4, 2), args=arguments, train_dataset=data)
+    trainer.train()
+    logs = [it for it in trainer.state.log_history if "own" in it]
+    raise ValueError(f"no error: {len(logs)} logs in {trainer.state.global_step} steps")
+
 def raw_loader_of_evaluation():
     own = type("Mine", (Trainer,), {"get_eval_dataloader": lambda _self, _data=None: DataLoader(data, 8)})
     arguments = TrainingArguments("nothing", use_cpu=True, report_to=[])
@@ -668,7 +686,8 @@ def raw_loader_of_evaluation():
     raise ValueError(f"no error: {trainer.evaluate()['eval_loss'] > 0}")
 
 calls = (
-    own_step, raw_loader, by_batch, gathered, split, objects, by_instance, counted, raw_loader_of_evaluation
+    own_step, raw_loader, by_batch, gathered, split, objects, by_instance, counted, logged,
+    raw_loader_of_evaluation,
 )
 """
 TRAINER_SAYS = {
@@ -677,6 +696,7 @@ TRAINER_SAYS = {
     "by_batch": "BatchError: TrainingArguments(batch_eval_metrics=...)",
     "objects": "BatchError: TrainingArguments(eval_use_gather_object=...)",
     "by_instance": "BatchError: eval_do_concat_batches=False",
+    "logged": "ValueError: no error: 6 logs in 6 steps",
     "counted": "PopdistWarning: Mine.number changes for each replica",
     "split": "BatchError: accelerator_config with split_batches",
     "raw_loader_of_evaluation": "ValueError: no error: True",
@@ -697,6 +717,7 @@ SAYS = {
     "own_generator": "BatchError: Noisy.drawn_by is a random generator of the program's own",
     "counts_iterations": "PopdistWarning: this instance trains 2 replicas in turn",
     "left": "PopdistWarning: the loop over the loader was left in the middle of an optimizer step",
+    "local_sgd": "BatchError: a training loop began within model.no_sync()",
     "evaluates_after_leaving": "BatchError: the loop over the loader was left in the middle of an optimizer step",
     "raw_loader": "BatchError: accelerator.backward() was called outside of a training loop",
     "in_evaluation_mode": "BatchError: accelerator.backward() was called outside of a training loop",

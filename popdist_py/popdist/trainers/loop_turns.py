@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from popdist.errors import BatchError, PopdistWarning
 from popdist.job.instances import is_main
+from popdist.step.training.outside_step import is_any_suspended
 from popdist.trainers.replica_steps import LEFT, ReplicaBatch, ReplicaSteps, in_replica_order
 
 
@@ -56,9 +57,15 @@ class LoopTurns:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states.
 
         Raises:
-            BatchError: After a turn in which the program had to call ``optimizer.step()``, and has not; or after a
-                step in which an optimizer was stepped for some replicas, and not for the last one.
+            BatchError: Within the model's ``no_sync()``, as in accelerate's LocalSGD; after a turn in which the
+                program had to call ``optimizer.step()``, and has not; or after a step in which an optimizer was
+                stepped for some replicas, and not for the last one.
         """
+        if is_any_suspended():
+            raise BatchError(
+                "a training loop began within model.no_sync(), and LocalSGD is such a context: the loop reduces "
+                "gradients in each optimizer step, so leave the context out"
+            )
         try:
             for rows in rows_of_steps:
                 self._before, self._rates = {it: _rates_of(it) for it in self._before}, {}

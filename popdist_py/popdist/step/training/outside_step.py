@@ -197,6 +197,11 @@ _suspended: Final[set[AutomaticReduction]] = set()
 """The automatic reductions of the models that are inside ``no_sync()``."""
 
 
+def is_any_suspended() -> bool:
+    """Whether the program is inside ``no_sync()`` of a model."""
+    return bool(_suspended)
+
+
 def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
     """Register a hook that calls ``method`` for each new gradient of ``parameter``, while its owner exists."""
 
