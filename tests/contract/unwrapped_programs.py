@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,7 +150,8 @@ def with_ddp() -> None:
 
 def with_fully_shard() -> None:
     """FSDP over all replicas: as a function, and as a wrapper of a program that is torch's alone."""
-    dist.init_process_group("gloo")
+    store, rank, size = next(rendezvous("env://"))  # the store stays: popdist's store has the same server here
+    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=rank, world_size=size)
     train(FullyShardedDataParallel(net(), device_id=torch.device("cpu")))
     dist.destroy_process_group()
     model = net()
