@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from popdist.errors import BatchError, PopdistWarning, WeightsError
 from popdist.job import context
@@ -28,20 +28,16 @@ from popdist.trainers.evaluated_batches import (
     num_counted_batches,
     repeats_samples,
     seeded_options,
-    seeded_turns,
 )
 from popdist.trainers.given_loaders import refuse_loader, seed_sampler, source_of
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_rows import ReplicaScopes, RowSampler, RowStream, options_of, row_options
 from popdist.trainers.replica_steps import ReplicaSteps
+from popdist.trainers.turn_loaders import ONE_LOOP, PreparedLoader
 from popdist.trainers.versions import check_version
 
 check_version(accelerate)
 
-_ONE_LOOP = (
-    "Train on one loader, whose samples may contain samples of two datasets, and evaluate where "
-    "accelerator.sync_gradients is True"
-)
 _REPEATED = (
     "accelerator.gather() keeps samples that are repeated in an evaluation's last batches. Another number of "
     "instances repeats other samples. Call accelerator.gather_for_metrics(), which leaves them out"
@@ -84,7 +80,7 @@ class Accelerator(accelerate.Accelerator):
         self.num_replicas = context.num_replicas()
         self.replica_steps: ReplicaSteps | None = None
         self.deals_rows = self.gathers_later = self.is_predicting = False
-        self._counts_instances = self._drops_repeated = self._may_train_another = False
+        self._counts_instances = self._drops_repeated = self._may_train_another = self._shares_trigger = False
         self.loop_turns: LoopTurns | None = None
         self._loaded_from: Path | None = None
         if self.num_replicas > 1:
@@ -368,8 +364,33 @@ class Accelerator(accelerate.Accelerator):
         self._check_collective("reduce")
         return super().reduce(tensor, *args, **kwargs)
 
+    def set_trigger(self) -> None:
+        """Ask all instances to stop, as in accelerate. Raises BatchError as :meth:`check_trigger`."""
+        self._check_trigger("set_trigger")
+        super().set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Whether an instance has called :meth:`set_trigger`; all instances call the method.
+
+        Raises:
+            BatchError: Before the last batch of an optimizer step.
+        """
+        self._check_trigger("check_trigger")
+        self._shares_trigger = True
+        try:
+            return bool(super().check_trigger())
+        finally:
+            self._shares_trigger = False
+
+    def _check_trigger(self, name: str) -> None:
+        if self.loop_turns is not None and not self.loop_turns.is_last:
+            raise BatchError(
+                f"accelerator.{name}() was called in the turn of one replica: call it where "
+                "accelerator.sync_gradients is True, and decide by a popdist.Mean() of the losses"
+            )
+
     def _check_collective(self, name: str) -> None:
-        if self.loop_turns is not None:
+        if self.loop_turns is not None and not self._shares_trigger:
             self.loop_turns.check_collective(f"accelerator.{name}")
 
     @property
@@ -377,10 +398,11 @@ class Accelerator(accelerate.Accelerator):
         is_training = self.replica_steps is not None and self.replica_steps.is_open
         return self.gathers_later and (is_training or self.is_predicting)
 
-    def turns(self, turns: LoopTurns, rows: Any) -> Iterator[Any]:
+    def turns(self, rows: Any) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
+        turns: Any = self.loop_turns
         if turns.is_running:
-            raise BatchError(f"a loop over a prepared loader began in another loop. {_ONE_LOOP}")
+            raise BatchError(f"a loop over a prepared loader began in another loop. {ONE_LOOP}")
         try:
             for content in turns.over(self._rows_of_steps(rows)):
                 self.sync_gradients = turns.is_last
@@ -445,48 +467,3 @@ class _Scheduler(AcceleratedScheduler):
         )
         for _ in range(context.num_local_replicas() if counts_processes else 1):
             super().step(*args, **kwargs)
-
-
-class PreparedLoader:
-    """A prepared loader. In training it yields the batches of this instance's replicas, one replica after the
-    other; in evaluation it yields this instance's share of all batches.
-
-    An attribute that the class does not have is the attribute of accelerate's loader for the evaluation.
-    """
-
-    def __init__(self, accelerator: Accelerator, dealt: Any, rows: Any) -> None:
-        self.loaders = (dealt, rows)
-        self._accelerator = accelerator
-        self._last = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        dealt, rows = self.loaders
-        steps, turns = self._accelerator.replica_steps, self._accelerator.loop_turns
-        if steps is not None and turns is not None:
-            if steps.is_training:
-                self._last = rows
-                return self._accelerator.turns(turns, rows)
-            if not turns.is_last:
-                raise BatchError(f"an evaluation began in the middle of an optimizer step. {_ONE_LOOP}")
-            steps.draw_of_loader()
-        self._last = dealt
-        return seeded_turns(dealt)
-
-    def __len__(self) -> int:
-        """Return the number of batches of one replica; if an evaluation began last, of this instance's share."""
-        return len(self._last)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loaders":  # not set yet, while the loader is copied
-            raise AttributeError(name)
-        return getattr(self.loaders[0], name)
-
-    @property  # type: ignore[misc]  # as accelerate's loaders do it
-    def __class__(self) -> Any:
-        """The class DataLoader, so that ``isinstance(loader, DataLoader)`` is true, as with accelerate."""
-        return DataLoader
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers and the dataset the number of the epoch."""
-        for loader in self.loaders:
-            loader.set_epoch(epoch)

@@ -20,6 +20,7 @@ from popdist.job import context
 from popdist.trainers.lightning_rows import ReplicaProcess, options_for_job, reduce_by, row_loader
 from popdist.trainers.loop_turns import LoopTurns
 from popdist.trainers.replica_steps import STATES_KEY, ReplicaSteps
+from popdist.trainers.turn_loaders import TurnLoader
 from popdist.trainers.versions import check_version
 
 check_version(lightning)
@@ -96,7 +97,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         rows = row_loader(dataloader, lambda: self.steps, is_needed=False)
         if rows is None and context.num_local_replicas() == 1:
             return dataloader
-        return TurnLoader(self, dataloader, rows)
+        return FabricLoader(self, dataloader, rows)
 
     def turns(self, rows: Any) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
@@ -181,8 +182,8 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         return rest
 
 
-class TurnLoader:
-    """A loader for Fabric that yields the batches of this instance's replicas, sorted by replica in each step.
+class FabricLoader(TurnLoader):
+    """A loader that :class:`FabricStrategy` has set up.
 
     Args:
         strategy: Begins and ends the turns.
@@ -190,37 +191,34 @@ class TurnLoader:
         rows: Yields one batch for each replica of this instance; None if ``loader`` deals no samples to replicas.
     """
 
+    _frames = 3  # one more for Fabric's own loader
+
     def __init__(self, strategy: FabricStrategy, loader: DataLoader[Any], rows: Any) -> None:
+        super().__init__(lambda: strategy.steps)
         self.dataset, self.batch_size, self.drop_last = loader.dataset, loader.batch_size, loader.drop_last
         self.batch_sampler = None if rows is None else rows.batch_sampler
         self._strategy, self._loader, self._rows = strategy, loader, rows
-        self._evaluates: bool | None = None  # before the first loop
 
-    def __len__(self) -> int:
-        """Return the number of batches of one replica; in an evaluation, of all local replicas.
-
-        After the first loop, the mode in which the last loop began decides; before it, the mode of the model.
-        """
+    def lengths(self) -> tuple[int, int]:
+        """Return the number of batches of one replica, and of all local replicas."""
         if self._rows is None:
-            return len(self._loader)
-        steps, evaluates = self._strategy.steps, self._evaluates
-        if evaluates is None:
-            evaluates = steps is not None and not steps.is_training
-        return len(self._rows) * (context.num_local_replicas() if evaluates else 1)
+            return len(self._loader), len(self._loader)
+        return len(self._rows), len(self._rows) * context.num_local_replicas()
 
-    def __iter__(self) -> Iterator[Any]:
-        steps = self._strategy.steps
-        self._evaluates = steps is None or not steps.is_training
-        if self._evaluates:
-            if steps is not None:
-                steps.draw_of_loader()  # as each process of Fabric does
-            return iter(self._loader) if self._rows is None else self._evaluated()
+    def train(self) -> Iterator[Any]:
+        """Begin a training loop. Raises BatchError if the program's loader deals no samples to replicas."""
         if self._rows is None:
             raise BatchError(
                 "the loader deals no samples to replicas: use a DataLoader with a batch_size, over a dataset with "
                 "a length, and fabric.setup_dataloaders(loader) with use_distributed_sampler=True"
             )
         return self._strategy.turns(self._rows)
+
+    def evaluate(self) -> Iterator[Any]:
+        """Begin an evaluation on the batches of all local replicas."""
+        if self._strategy.steps is not None:
+            self._strategy.steps.draw_of_loader()  # as each process of Fabric does
+        return iter(self._loader) if self._rows is None else self._evaluated()
 
     def _evaluated(self) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body draws the replica's random numbers."""

@@ -21,10 +21,11 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from popdist.errors import BatchError
+from popdist.errors import BatchError, PopdistWarning
 from popdist.exchange.groups import refuse_in_turn, replicas_in_turn
 from popdist.ground.torch_private_groups import num_collectives
 from popdist.job import context
+from popdist.job.instances import is_main
 from popdist.trainers.lightning_rows import (
     ReplicaProcess,
     ReplicaRow,
@@ -142,6 +143,8 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         """
         trainer = self._trainer
         if not self.has_replicas or trainer.predicting:
+            if self.has_replicas and trainer.limit_predict_batches != 1.0 and is_main():
+                warnings.warn(_LIMITED, PopdistWarning, stacklevel=2)
             return dataloader
         rows = row_loader(dataloader, self._steps_now, is_needed=trainer.training)
         length = None if rows is None else len(rows)
@@ -351,6 +354,11 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
                 )
         return loaded
 
+
+_LIMITED = (
+    "limit_predict_batches limits the batches of each instance, so the number of predicted samples depends on the "
+    "number of instances: leave it out, and give the loader fewer samples"
+)
 
 _HOOKS = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end")
 """The hooks of a LightningModule after which Lightning looks whether to stop the training."""

@@ -2,8 +2,8 @@
 
 Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
 popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs,
-popdist.trainers.loop_turns, popdist.trainers.evaluated_batches, popdist.trainers.given_loaders and
-popdist.trainers.versions.
+popdist.trainers.loop_turns, popdist.trainers.turn_loaders, popdist.trainers.evaluated_batches,
+popdist.trainers.given_loaders and popdist.trainers.versions.
 """
 
 import re
@@ -413,6 +413,54 @@ def leaves(after):
     model.eval()
     after(loader)
 
+def triggered():
+    loop(lambda accelerator, *_: accelerator.check_trigger())
+
+def sets_trigger():
+    loop(lambda accelerator, *_: accelerator.set_trigger())
+
+def triggers_once():
+    accelerator, model, optimizer = begin()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    steps = 0
+    for (x,) in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        if not accelerator.sync_gradients:
+            continue
+        steps += 1
+        if steps == 2:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    raise ValueError(f"no error: {steps}")
+
+def knows_length():
+    accelerator, model, _ = begin()
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))
+    len(loader)
+    model.eval()
+    with warnings.catch_warnings(action="error", category=PopdistWarning):
+        list(loader)
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1))
+
+    def forward(self, x):
+        self.centre += x.detach().mean()
+        return (x - self.centre).square().mean()
+
+def loss_with_a_buffer():
+    criterion = Centred()
+    accelerator, model, optimizer = begin()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    with warnings.catch_warnings(action="error", category=PopdistWarning):
+        for (x,) in loader:
+            accelerator.backward(criterion(model(x)))
+            optimizer.step()
+
 def local_sgd():
     from accelerate.local_sgd import LocalSGD
     accelerator, model, optimizer = begin()
@@ -432,7 +480,8 @@ def evaluates_after_leaving():
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
 calls += counts_iterations, own_generator, raw_loader, in_evaluation_mode, a_closure, rate_by_hand
 calls += gathered, reduced, gathered_for_metrics, rate_for_the_next, optimizers_in_turn
-calls += left, evaluates_after_leaving, local_sgd
+calls += left, evaluates_after_leaving, local_sgd, triggered, sets_trigger, triggers_once, knows_length
+calls += (loss_with_a_buffer,)
 """
 
 REFUSED_OF_LIGHTNING = """
@@ -522,6 +571,13 @@ def counted_inside():
             return super().forward(x) * self.number
     fit(hooks={"__init__": lambda self: (Module.__init__(self), setattr(self, "net", Counting(4, 1)))[0]})
 
+def predicted():
+    options = {"limit_predict_batches": 2, "logger": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(strategy=popdist.lightning.ReplicatedStrategy(), **options)
+    with warnings.catch_warnings(action="error", category=popdist.errors.PopdistWarning):
+        kind = type("Mine", (Module,), {"forward": lambda _self, batch: batch[0]})
+        trainer.predict(kind(), DataLoader(data, batch_size=4))
+
 def averaging():
     fit(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
 
@@ -550,6 +606,13 @@ def lengths():
     model.eval()
     with torch.no_grad():
         raise ValueError(f"no error: {in_training}, {len(loader)}, {sum(1 for _ in loader)}")
+
+def knows_length():
+    _, model, _, loader = begin()
+    len(loader)
+    model.eval()
+    with warnings.catch_warnings(action="error", category=popdist.errors.PopdistWarning):
+        list(loader)
 
 def twice():
     fabric, model, _, loader = begin()
@@ -615,7 +678,7 @@ def no_number():
 calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, before_transfer, averaging, no_loss
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
 calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric, counted
-calls += counts_iterations, gathered_by_fabric, counted_inside, lengths
+calls += counts_iterations, gathered_by_fabric, counted_inside, lengths, predicted, knows_length
 """
 REFUSED_OF_TRAINER = """
 import torch, transformers, warnings
@@ -719,6 +782,11 @@ SAYS = {
     "left": "PopdistWarning: the loop over the loader was left in the middle of an optimizer step",
     "local_sgd": "BatchError: a training loop began within model.no_sync()",
     "evaluates_after_leaving": "BatchError: the loop over the loader was left in the middle of an optimizer step",
+    "triggered": "BatchError: accelerator.check_trigger() was called in the turn of one replica",
+    "sets_trigger": "BatchError: accelerator.set_trigger() was called in the turn of one replica",
+    "triggers_once": "ValueError: no error: 2",
+    "knows_length": "PopdistWarning: len(loader) was 4 before this evaluation, which has 8 batches here",
+    "loss_with_a_buffer": "PopdistWarning: centre of Centred changed in a loop over micro batches",
     "raw_loader": "BatchError: accelerator.backward() was called outside of a training loop",
     "in_evaluation_mode": "BatchError: accelerator.backward() was called outside of a training loop",
     "a_closure": "BatchError: optimizer.step(closure)",
@@ -761,6 +829,8 @@ LIGHTNING_SAYS = {
     "left": "BatchError: the loop over the loader was left",
     "no_number": "BatchError: accumulation=0",
     "lengths": "ValueError: no error: 4, 8, 8",
+    "predicted": "PopdistWarning: limit_predict_batches limits the batches of each instance",
+    "knows_length": "PopdistWarning: len(loader) was 4 before this evaluation, which has 8 batches here",
 }
 
 

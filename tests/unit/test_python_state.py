@@ -37,6 +37,17 @@ class _Counter(_Base):
         return torch.as_tensor(x * self.state)
 
 
+class _LateCounter(_Base):
+    """A counter that begins in the third pass."""
+
+    num_known = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_known = min(self.num_known + 1, 3)
+        self.state += self.num_known == 3
+        return torch.as_tensor(x * self.state)
+
+
 class _Decaying(_Base):
     def first_state(self) -> float:
         return 1.0
@@ -255,6 +266,12 @@ def test_what_is_carried_over_is_named(kind: Callable[[], nn.Module]) -> None:
     assert found is not None
     assert found.startswith(f"the attribute state of {name} (inner) changes in each forward pass, and the next")
     assert "register_buffer" in found
+
+
+def test_a_counter_that_begins_late_is_named() -> None:
+    """After as many passes in a row as another counter needs."""
+    assert passes(_LateCounter(), ENOUGH + 1) is None
+    assert passes(_LateCounter(), ENOUGH + 2) is not None
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -155,8 +155,9 @@ class LoopTurns:
         is_alone = turn.is_last and turn.index == 0  # then gradients that the program accumulates are added
         if not (self._stepped or is_alone or (self.accumulates and not turn.is_last)):
             raise BatchError(
-                "optimizer.step() was not called in a turn of the loop whose gradients it needs. To accumulate "
-                f"gradients, write {self._accumulate_by}"
+                "optimizer.step() was not called between two batches of the loop. Call backward() and step() for "
+                f"each batch, before the loop reads the next one. To accumulate gradients, write "
+                f"{self._accumulate_by}"
             )
         if turn.is_last and not self._stepped >= self._rates.keys():
             raise BatchError(

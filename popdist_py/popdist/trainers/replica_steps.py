@@ -19,6 +19,7 @@ from popdist.errors import BatchError, PopdistWarning
 from popdist.job import context
 from popdist.job.collectives import gather_bytes
 from popdist.job.instances import is_main
+from popdist.step.checks.tensor_changes import UntrackedBuffers
 from popdist.step.training.replicated_model import ReplicatedModel
 
 _FILE = "replica_random_states.bin"
@@ -77,6 +78,8 @@ class ReplicaSteps:
         self._open: ReplicaBatch | None = None
         self._last_of_step: ReplicaBatch | None = None
         self._was_left = False
+        self._may_watch = is_main() and context.num_replicas() > 1 and context.current_job().is_checked
+        self._outside: UntrackedBuffers | None = None  # in the first step
         self._scope = ExitStack()
 
     @property
@@ -159,6 +162,8 @@ class ReplicaSteps:
         )
         self._scope.enter_context(scope)
         self._open = micro_batch
+        if self._may_watch:
+            self._may_watch, self._outside = False, UntrackedBuffers()
 
     def end(self, *, add: bool = False) -> None:
         """End the open micro batch, if there is one. After the last micro batch of a step, set ``.grad`` to the
@@ -169,11 +174,19 @@ class ReplicaSteps:
             self._scope.close()
             self._last_of_step = None if ended.is_last else ended
             if ended.is_last:
+                self._close_outside(warns=True)
                 self.model.reduce_gradients("sum", add=add)
+
+    def _close_outside(self, *, warns: bool) -> None:
+        """End the watch over buffers of modules outside of the model, such as a loss's; it lasts one step."""
+        outside, self._outside = self._outside, None
+        if outside is not None:
+            outside.close(warns=warns)
 
     def abandon(self) -> None:
         """Discard the step that has begun, if there is one, so that no instance gets a gradient of the step."""
         last, self._last_of_step = self._last_of_step, None
+        self._close_outside(warns=False)
         if self._open is None and last is not None:
             self.begin(replace(last, index=last.index + 1))
         if self._open is not None:

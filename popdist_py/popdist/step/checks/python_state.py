@@ -2,8 +2,8 @@
 
 Buffers and random states belong to the replica. A hidden state in an attribute, a counter or the module's own
 generator belongs to the process, so an instance with two replicas changes it twice. Caches and records are
-harmless. So an attribute is reported only if it changes in each watched pass, and is changed in place, read by the
-next pass, or a counter.
+harmless. So an attribute is reported only if it changes in several watched passes in a row, and is changed in
+place, read by the next pass, or a counter.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from popdist.job.weights import bytes_of
 R = TypeVar("R")
 
 ENOUGH: Final = 3
-"""The least number of watched passes, all of which have changed an attribute, before the attribute is reported."""
+"""The number of watched passes in a row that have changed an attribute, before the attribute is reported."""
 
 MOST_PASSES: Final = 12
 """The most passes watched in one step; a model outside of steps would otherwise be watched for ever."""
@@ -54,9 +54,8 @@ Fingerprint = object
 
 @dataclass(slots=True)
 class _Seen:
-    """The changes of a module's attribute in the forward passes that were watched."""
+    """The changes of a module's attribute in the last watched forward passes, each of which has changed it."""
 
-    num_passes: int = 0
     num_changes: int = 0
     is_same_object: bool = True  # whether the attribute was only changed in place
     is_read: bool = False  # whether a pass gave torch a tensor that the attribute had before the pass
@@ -86,7 +85,7 @@ class PythonState:
         self._num_passes += 1
         before = {key: (it, _fingerprint_of(it)) for key, it in self._attributes()}
         # only after two changes, because torch.compile compiles again for the mode that sees operations
-        suspects = {key for key, seen in self._seen.items() if seen.num_changes == seen.num_passes >= ENOUGH - 1}
+        suspects = {key for key, seen in self._seen.items() if seen.num_changes >= ENOUGH - 1}
         tensors = {id(it): key for key in suspects & before.keys() for it in _tensors_in(before[key][0])}
         if tensors:
             with _Reads(set(tensors)) as reads:
@@ -101,16 +100,17 @@ class PythonState:
         return result
 
     def _compare(self, key: tuple[str, str], was: object, printed: Fingerprint, now: object) -> None:
+        if not _has_changed(printed, _fingerprint_of(now)):
+            self._seen.pop(key, None)  # a counter may begin late, and a cache ends to change
+            return
         seen = self._seen.setdefault(key, _Seen())
-        seen.num_passes += 1
-        if _has_changed(printed, _fingerprint_of(now)):
-            seen.num_changes += 1
-            seen.is_same_object &= now is was
-            if isinstance(was, int | float) and isinstance(now, int | float):
-                seen.differences.append(now - was)
-                seen.factors.append(now / was if was else nan)
-            if seen.num_changes == seen.num_passes >= ENOUGH and key not in self._reported:
-                self._report(key, seen)
+        seen.num_changes += 1
+        seen.is_same_object &= now is was
+        if isinstance(was, int | float) and isinstance(now, int | float):
+            seen.differences.append(now - was)
+            seen.factors.append(now / was if was else nan)
+        if seen.num_changes >= ENOUGH and key not in self._reported:
+            self._report(key, seen)
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], object]]:
         """Yield the attributes of the program's own modules, with the path of the module and the name."""

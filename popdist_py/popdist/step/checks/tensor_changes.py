@@ -211,7 +211,7 @@ class UntrackedBuffers:
             warnings.warn(
                 f"{name_first(names)} changed in a loop over micro batches, and nothing wraps "
                 "the module: so the buffer differs between instances, and depends on how the replicas are dealt "
-                "to them. Wrap it, ReplicatedModel(module), or put it into one ModuleDict with the model; or call "
+                "to them. Put it into one ModuleDict with the model, or wrap it, ReplicatedModel(module); or call "
                 "module.eval() where it shall not change",
                 PopdistWarning,
                 stacklevel=3,
