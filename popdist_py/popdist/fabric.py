@@ -26,6 +26,9 @@ from popdist.trainers.versions import check_version
 check_version(lightning)
 
 
+_NO_MODEL = "no model was set up: call fabric.setup(model, optimizer) before the loop"
+
+
 class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Lightning has no types
     """A strategy of Lightning Fabric in which replicas take the place of processes.
 
@@ -83,7 +86,8 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         if self.steps is not None:
             raise WeightsError(
                 "popdist.fabric.FabricStrategy sets up one model that is trained, and this is the second one: "
-                "put both into one nn.Module, or call requires_grad_(False) for a model that is not trained"
+                "put both into one nn.Module, or call requires_grad_(False) for a model that is not trained. For "
+                "a model that is trained after the first one, make another Fabric with another FabricStrategy"
             )
         self.steps = ReplicaSteps(module)
         accumulate_by, asks_by = "popdist.fabric.FabricStrategy(accumulation=N)", "fabric.strategy.sync_gradients"
@@ -102,7 +106,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
     def turns(self, rows: Any) -> Iterator[Any]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states."""
         if self.steps is None or self._turns is None:
-            raise BatchError("no model was set up: call fabric.setup(model, optimizer) before the loop")
+            raise BatchError(_NO_MODEL)
         if len(rows) % self.accumulation:
             raise BatchError(
                 f"FabricStrategy(accumulation={self.accumulation}), and each replica has {len(rows)} batches, so "
@@ -119,8 +123,10 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
         """Compute gradients of the loss ``tensor``; at the last batch of a step, reduce all replicas' gradients.
 
         Raises:
-            BatchError: If the function is called twice in one turn.
+            BatchError: If the function is called twice in one turn, or no model was set up.
         """
+        if self._turns is None and context.num_local_replicas() > 1:
+            raise BatchError(_NO_MODEL)
         if self._turns is not None:
             self._turns.check_backward("fabric.backward")
         super().backward(tensor, module, *args, **kwargs)
@@ -166,7 +172,7 @@ class FabricStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # Ligh
 
     def _check_collective(self, name: str) -> None:
         if self._turns is not None:
-            self._turns.check_collective(name)
+            self._turns.check_collective(name, may_be_over=True)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint with the random states of all replicas."""

@@ -70,6 +70,7 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
         self._steps: ReplicaSteps | None = None
         self._saved_states: Any = None
         self._shared_names: set[str] = set()
+        self._monitored: set[str] = set()  # the names of values by which callbacks and schedulers decide
 
     @property
     def _trainer(self) -> Any:
@@ -122,6 +123,9 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             values = ", ".join(f"{name}={getattr(self._trainer, name)}" for name in _OF_TRAINER)
             context.data_parallel_group().agree(f"Trainer({values}).fit({type(self.lightning_module).__name__})")
             self._share_wish_to_stop()
+            schedulers = (it.monitor for it in self.lr_scheduler_configs if it.scheduler is not None)
+            callbacks = (getattr(it, "monitor", None) for it in self._trainer.callbacks)
+            self._monitored = {it for it in (*schedulers, *callbacks) if isinstance(it, str)}
 
     def on_validation_end(self) -> None:
         """Stop the training on all instances if one instance asks to stop after its validation."""
@@ -313,7 +317,8 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
             value = value.detach()
         size = options.pop("batch_size", None)
         is_summed = options.get("on_epoch")
-        if size is None and (not self._trainer.training if is_summed is None else is_summed):
+        is_counted = not self._trainer.training if is_summed is None else is_summed
+        if size is None and (is_counted or not self._monitored.isdisjoint((name, f"{name}_step"))):
             size = extract_batch_size(content)
         reduction = options.get("reduce_fx", "mean")
         word = str(getattr(reduction, "__name__", reduction)).lower().replace("avg", "mean")
@@ -394,7 +399,7 @@ def _refuse(trainer: Any, module: Any) -> None:
     elif trainer.strategy._layer_sync is not None:  # noqa: SLF001 - Lightning says it nowhere else
         reason = "sync_batchnorm=True adds over processes and not over replicas: leave it out"
     elif any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-        reason = "StochasticWeightAveraging reads the data without steps: leave it out"
+        reason = "StochasticWeightAveraging reads the data without steps: use Lightning's WeightAveraging"
     if reason is not None:
         raise BatchError(f"popdist.lightning.ReplicatedStrategy with {context.num_replicas()} replicas: {reason}")
 

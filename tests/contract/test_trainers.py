@@ -2,8 +2,8 @@
 
 Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
 popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs,
-popdist.trainers.loop_turns, popdist.trainers.turn_loaders, popdist.trainers.evaluated_batches,
-popdist.trainers.given_loaders and popdist.trainers.versions.
+popdist.trainers.loop_turns, popdist.trainers.evaluated_batches, popdist.trainers.given_loaders and
+popdist.trainers.versions.
 """
 
 import re
@@ -295,7 +295,8 @@ def nested():
 def too_early():
     accelerator, model, optimizer = begin()
     model, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))
-    for _ in loader:
+    for (x,) in loader:
+        model(x)
         model.eval()
         next(iter(loader))
 
@@ -655,6 +656,25 @@ def gathered_by_fabric():
     for (x,) in loader:
         fabric.all_reduce(x)
 
+def not_set_up():
+    fabric, *_ = begin()
+    other = Fabric(strategy=popdist.fabric.FabricStrategy(), accelerator="cpu")
+    other.backward(nn.Linear(4, 1)(torch.ones(1, 4)).mean())
+
+def length_in_a_hook():
+    fit(hooks={"on_train_batch_end": lambda _self, _outputs, batch, _number: len(batch)})
+
+def summed():
+    fabric, model, optimizer, loader = begin()
+    number = torch.zeros(1)
+    for (x,) in loader:
+        fabric.backward(model(x).mean())
+        optimizer.step()
+        number += len(x)
+        if fabric.strategy.sync_gradients:
+            break
+    raise ValueError(f"no error: {fabric.all_reduce(number, reduce_op='sum').item()}")
+
 def left():
     fabric, model, optimizer, loader = begin()
     for _ in range(2):
@@ -679,6 +699,7 @@ calls = manual, sync_batchnorm, iterable, sampler, no_sampler, two_loaders, befo
 calls += an_iterator, an_option, a_hook, twice, by_hand, incomplete, closure, second_model, endless
 calls += left, saved, no_number, no_zero_grad, inside_a_step, resumed, gathered, an_option_of_fabric, counted
 calls += counts_iterations, gathered_by_fabric, counted_inside, lengths, predicted, knows_length
+calls += not_set_up, length_in_a_hook, summed
 """
 REFUSED_OF_TRAINER = """
 import torch, transformers, warnings
@@ -828,6 +849,9 @@ LIGHTNING_SAYS = {
     "endless": "BatchError: the loader deals no samples to replicas",
     "left": "BatchError: the loop over the loader was left",
     "no_number": "BatchError: accumulation=0",
+    "not_set_up": "BatchError: no model was set up: call fabric.setup(model, optimizer) before the loop",
+    "length_in_a_hook": "BatchError: a hook of Lightning reads its batch",
+    "summed": "ValueError: no error: 8.0",
     "lengths": "ValueError: no error: 4, 8, 8",
     "predicted": "PopdistWarning: limit_predict_batches limits the batches of each instance",
     "knows_length": "PopdistWarning: len(loader) was 4 before this evaluation, which has 8 batches here",

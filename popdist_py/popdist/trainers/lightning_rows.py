@@ -117,9 +117,17 @@ class ReplicaRow:
         self._logs = logs
         self._outputs = outputs
 
+    def __len__(self) -> int:
+        """Raise BatchError, as :meth:`__getitem__`."""
+        raise self._error()
+
     def __getitem__(self, index: object) -> None:
         """Raise BatchError: a hook that unpacks this row as a batch would get the batches of several replicas."""
-        raise BatchError(
+        raise self._error()
+
+    @staticmethod
+    def _error() -> BatchError:
+        return BatchError(
             "a hook of Lightning reads its batch, which here holds a batch for each replica of this instance: "
             "read the batch in training_step. If validation_step reads it, put the datasets of a CombinedLoader "
             "into one"

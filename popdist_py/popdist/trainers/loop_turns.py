@@ -4,8 +4,10 @@ A program that calls ``scheduler.step()`` for each batch means each batch of one
 rates act in the turns of one replica only.
 """
 
+import atexit
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Final
@@ -54,6 +56,12 @@ class LoopTurns:
         return self._turn is None or self._turn.is_last
 
     def over(self, rows_of_steps: Iterable[Sequence[Any]]) -> Iterator[Any]:
+        """Return a training loop, which ends before Python does, even if the program keeps the loop."""
+        loop = self._over(rows_of_steps)
+        _open_loops.add(loop)
+        return loop
+
+    def _over(self, rows_of_steps: Iterable[Sequence[Any]]) -> Generator[Any, None, None]:
         """Yield each local replica's batches in turn; the loop's body then uses this replica's random states.
 
         Raises:
@@ -81,7 +89,7 @@ class LoopTurns:
                         self._check_rates(turn)
                 self._warn_of_iterations()
         except GeneratorExit:
-            if not self.is_last:
+            if not (self.is_last or self._steps.is_untouched or self._steps.is_between_steps):
                 warnings.warn(f"{LEFT}. The step was discarded", PopdistWarning, stacklevel=3)
             raise
         finally:
@@ -108,11 +116,28 @@ class LoopTurns:
                 f"{name}() was called twice in one turn of the loop: add the losses, and call it once"
             )
 
-    def check_collective(self, name: str) -> None:
+    def check_collective(self, name: str, *, may_be_over: bool = False) -> None:
         """Raise BatchError if the program calls the function ``name`` in a training loop over several replicas,
         where the function would join the value of one replica of each instance. An evaluation may call it.
+
+        Args:
+            name: The name of the function.
+            may_be_over: Warn instead where a step has ended, because a program that keeps the iterator of the
+                loader may have left its loop there.
         """
-        if self.is_running and self._steps.is_training and len(self._steps.replicas) > 1:
+        if not (self.is_running and self._steps.is_training and len(self._steps.replicas) > 1):
+            return
+        if may_be_over and self._steps.is_between_steps:
+            if not is_main():
+                return
+            warnings.warn(
+                f"{name}() was called between two optimizer steps of a training loop. A sum over all batches of "
+                "the loop is right, but a value of the last batch belongs to one replica of each instance. If the "
+                "loop is over, delete its iterator before the call",
+                PopdistWarning,
+                stacklevel=4,
+            )
+        else:
             raise BatchError(
                 f"{name}() joins the value of one replica of each instance. In each turn add the value to a "
                 f"popdist.Mean(), and call its compute() after the loop, or when {self._asks_by} is True"
@@ -176,6 +201,16 @@ class LoopTurns:
                 stacklevel=4,  # the line of the loop
             )
         self._may_warn = False
+
+
+_open_loops: Final[weakref.WeakSet[Generator[Any, None, None]]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_loops() -> None:
+    """End the loops whose iterators the program keeps, while Python can still run the code of their ends."""
+    for loop in tuple(_open_loops):
+        loop.close()
 
 
 def _rates_of(optimizer: Any) -> list[float]:

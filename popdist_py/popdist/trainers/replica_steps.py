@@ -3,6 +3,7 @@
 import hashlib
 import io
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -60,6 +61,21 @@ def in_replica_order(rows: Sequence[Sequence[Any]]) -> list[ReplicaBatch]:
     return [ReplicaBatch(content, index, len(rows), index == last) for index, content in enumerate(contents)]
 
 
+class _ForwardMark:
+    """A hook of a model's forward passes: it notes that the model computes, and begins a waiting micro batch."""
+
+    is_set = False
+
+    def __init__(self, steps: "ReplicaSteps") -> None:
+        self._steps = weakref.ref(steps)
+
+    def __call__(self, *_arguments: object) -> None:
+        """Note the forward pass that begins; torch calls this."""
+        if (steps := self._steps()) is not None and steps.is_training:
+            steps.begin_waiting()
+        self.is_set = True
+
+
 class ReplicaSteps:
     """The optimizer steps of a model in another library's loop: replicas' micro batches, then one all-reduce.
 
@@ -77,6 +93,10 @@ class ReplicaSteps:
         self._saved: dict[int, Any] = {}
         self._open: ReplicaBatch | None = None
         self._last_of_step: ReplicaBatch | None = None
+        self._waiting: ReplicaBatch | None = None  # until the model computes
+        self._released: ReplicaBatch | None = None  # until the program has evaluated or saved
+        self._has_computed = _ForwardMark(self)
+        self.model.register_forward_pre_hook(self._has_computed)
         self._was_left = False
         self._may_watch = is_main() and context.num_replicas() > 1 and context.current_job().is_checked
         self._outside: UntrackedBuffers | None = None  # in the first step
@@ -96,6 +116,11 @@ class ReplicaSteps:
     def is_between_steps(self) -> bool:
         """Whether all micro batches of the last optimizer step have ended, and no step has begun since."""
         return self._open is None and self._last_of_step is None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the first micro batch of a step has begun, and the model has not computed since."""
+        return self._open is not None and self._open.index == 0 and not self._has_computed.is_set
 
     @property
     def randomness(self) -> ReplicaRandomness:
@@ -161,7 +186,7 @@ class ReplicaSteps:
             micro_batch.index, weight=1 / context.num_replicas(), accumulation=micro_batch.accumulation
         )
         self._scope.enter_context(scope)
-        self._open = micro_batch
+        self._open, self._has_computed.is_set = micro_batch, False
         if self._may_watch:
             self._may_watch, self._outside = False, UntrackedBuffers()
 
@@ -169,7 +194,8 @@ class ReplicaSteps:
         """End the open micro batch, if there is one. After the last micro batch of a step, set ``.grad`` to the
         mean of all replicas' gradients, or add the mean if ``add``.
         """
-        ended, self._open = self._open, None
+        self._release_waiting()
+        ended, self._open, self._released = self._open, None, None
         if ended is not None:
             self._scope.close()
             self._last_of_step = None if ended.is_last else ended
@@ -186,12 +212,45 @@ class ReplicaSteps:
     def abandon(self) -> None:
         """Discard the step that has begun, if there is one, so that no instance gets a gradient of the step."""
         last, self._last_of_step = self._last_of_step, None
+        self._release_waiting()
         self._close_outside(warns=False)
         if self._open is None and last is not None:
             self.begin(replace(last, index=last.index + 1))
         if self._open is not None:
             self._open = None
             self._scope.__exit__(BatchError, BatchError(LEFT), None)
+
+    def release(self) -> ReplicaBatch | None:
+        """Discard a step that :attr:`is_untouched`, and return its micro batch for :meth:`reopen`; else None.
+
+        So a program may evaluate or save at the beginning of the loop's body, before a batch of the step is used.
+        """
+        released = self._release_waiting()
+        if self.is_untouched:
+            released = self._open
+            self.abandon()
+        self._released = released
+        return released
+
+    def _release_waiting(self) -> ReplicaBatch | None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._scope.close()
+        return waiting
+
+    def reopen(self, released: ReplicaBatch | None) -> None:
+        """Draw random numbers as the replica of a released micro batch, which begins when the model computes.
+
+        Do nothing for None, or if the loop has gone on since :meth:`release`.
+        """
+        if released is not None and self._released is released:
+            self._waiting, self._released = released, None
+            self._scope.enter_context(self.scope_of(self.replicas[released.index]))
+
+    def begin_waiting(self) -> None:
+        """Begin the micro batch that waits for the model to compute, if there is one."""
+        if (waiting := self._release_waiting()) is not None:
+            self.begin(waiting)
 
     def exit(self) -> None:
         """End a training loop; if it ends inside an optimizer step, discard the step and refuse further loops."""
@@ -230,7 +289,14 @@ class ReplicaSteps:
     def gather_states(self) -> dict[str, Any]:
         """Return the random states of all replicas of the job; all instances call the method."""
         self._check_not_left()
+        released = self.release()
         self._check_between_steps("a checkpoint was saved")
+        try:
+            return self._gathered_states()
+        finally:
+            self.reopen(released)
+
+    def _gathered_states(self) -> dict[str, Any]:
         written = io.BytesIO()
         states, before_read = self.randomness.state_dict(), self._before_read.state_dict()
         program = _programs_randomness().state_dict()["0"]
@@ -296,7 +362,8 @@ def _check_seeds() -> None:
         text = (
             "the instances begin this training with different random states of torch, so the weights depend on "
             "the number of instances. Seed all instances alike: no seed may contain a rank, and "
-            "accelerate's set_seed has no device_specific=True"
+            "accelerate's set_seed has no device_specific=True. If a library does so, as TRL's GRPOTrainer, start "
+            "one instance for each replica"
         )
         if context.num_local_replicas() > 1:
             raise BatchError(text)

@@ -59,15 +59,19 @@ class TurnLoader(ABC):
         steps = self._steps()
         self._evaluates = steps is None or not steps.is_training
         if self._evaluates:
-            return self._counted(self.evaluate())
+            released = None if steps is None else steps.release()
+            return self._counted(self.evaluate(), lambda: None if steps is None else steps.reopen(released))
         self._may_warn = False  # the length was asked for the training
         return self.train()
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``batches``; then warn if the program knows another number of batches."""
+    def _counted(self, batches: Iterator[Any], end: Callable[[], None]) -> Iterator[Any]:
+        """Yield ``batches``, and call ``end``; then warn if the program knows another number of batches."""
         number = 0
-        for number, batch in enumerate(batches, 1):  # noqa: B007 - the number is read after the loop
-            yield batch
+        try:
+            for number, batch in enumerate(batches, 1):  # noqa: B007 - the number is read after the loop
+                yield batch
+        finally:
+            end()
         if self._may_warn and self._told not in (None, number) and is_main():
             self._may_warn = False
             warnings.warn(
@@ -109,7 +113,7 @@ class PreparedLoader(TurnLoader):
         """Begin an evaluation. Raises BatchError inside an optimizer step."""
         steps = self._accelerator.replica_steps
         if steps is not None:
-            if not self._accelerator.loop_turns.is_last:
+            if not (self._accelerator.loop_turns.is_last or steps.is_between_steps):
                 raise BatchError(f"an evaluation began in the middle of an optimizer step. {ONE_LOOP}")
             steps.draw_of_loader()
         return seeded_turns(self.loaders[0])
