@@ -166,7 +166,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         self._may_train_another = False
         if self.replica_steps is None:
-            self.replica_steps = ReplicaSteps(prepared)
+            self.replica_steps = ReplicaSteps(prepared, reads_ahead=True)
             self.loop_turns = LoopTurns(self.replica_steps, _ACCUMULATE, "accelerator.sync_gradients")
         return self.replica_steps.model
 

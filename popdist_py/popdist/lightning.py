@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import lightning
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -290,24 +291,30 @@ class ReplicatedStrategy(ReplicaProcess, DDPStrategy):  # type: ignore[misc]  # 
 
     @contextmanager
     def _recording(self, row: ReplicaRow, micro_batch: ReplicaBatch) -> Iterator[None]:
-        """A context in which the module's ``log`` stores a micro batch's values in ``row``, for combine_logs."""
-        module = self.lightning_module
+        """A context in which the module's ``log`` stores a micro batch's values in ``row``, for combine_logs.
+
+        The loggers of the Trainer get only the values that the program logs for this instance's first replica.
+        """
+        module, trainer = self.lightning_module, self._trainer
+        loggers, is_first = trainer.loggers, row.replica(micro_batch) == self._scopes.replicas.start
         log, logs = module.log, row.logs_of(micro_batch)
-        signature = inspect.signature(log)
 
         def record(*args: Any, **kwargs: Any) -> None:
-            options = signature.bind(*args, **kwargs).arguments
+            options = _signature_of(type(module).log).bind(*args, **kwargs).arguments
             name, value = options.pop("name"), options.pop("value")
             if isinstance(value, Metric):  # it keeps its own sums, and a step's value is the first replica's
-                if row.replica(micro_batch) == self._scopes.replicas.start:
+                if is_first:
                     log(*args, **kwargs)
                 return
             logs[name] = self._logged(name, value, options, micro_batch.content)
 
         module.log = record
+        if not is_first:
+            trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             yield
         finally:
+            trainer.loggers = loggers
             del module.log
 
     def _logged(self, name: str, value: Any, options: dict[str, Any], content: Any) -> LoggedValue:
@@ -402,6 +409,12 @@ def _refuse(trainer: Any, module: Any) -> None:
         reason = "StochasticWeightAveraging reads the data without steps: use Lightning's WeightAveraging"
     if reason is not None:
         raise BatchError(f"popdist.lightning.ReplicatedStrategy with {context.num_replicas()} replicas: {reason}")
+
+
+@cache
+def _signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of ``method``, a function of a class, without ``self``."""
+    return inspect.Signature(list(inspect.signature(method).parameters.values())[1:])
 
 
 def _overrides(trainer: Any, module: Any, hook: str) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import DataLoaderConfiguration, set_seed
@@ -64,5 +65,37 @@ def main(accumulation: int, saved: Path, begin: int) -> None:
         accelerator.print(f"epoch {epoch}: {steps} steps, {right.sum()} of {len(right)}, rate {rate:.4f}, {bits}")
 
 
+def evaluate_at_the_top() -> None:
+    """Evaluate at the top of the loop's body, before a batch is used."""
+    set_seed(1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=2, shuffle=True)
+    test = DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=4)
+    model, optimizer, loader, others = accelerator.prepare(model, optimizer, train, test)
+    step, evaluated = 0, -1
+    for _ in range(2):
+        for (x,) in loader:
+            if step % 3 == 0 and evaluated != step:
+                evaluated = step
+                model.eval()
+                with torch.no_grad():
+                    found = [
+                        accelerator.gather_for_metrics(model(it).square() + torch.rand(())) for (it,) in others
+                    ]
+                model.train()
+                accelerator.print(f"step {step}: {torch.cat(found).sort(0).values.sum()}")
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x + torch.rand_like(x)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            step += accelerator.sync_gradients
+    accelerator.print(f"step {step}: {popdist.checksum(model)}")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    folder, first = Path(sys.argv[2]), int(sys.argv[3])
+    main(int(sys.argv[1]), folder, first)
+    if not first:
+        evaluate_at_the_top()

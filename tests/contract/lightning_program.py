@@ -9,7 +9,8 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -128,6 +129,95 @@ def with_fabric(folder: Path, begin: str | None, *, is_killed: bool = False) -> 
         fabric.save(str(folder / f"epoch-{epoch}.ckpt"), state)
 
 
+class Endless:
+    """The batches of a loader, again and again; the iterator of the loader is kept."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> "Endless":
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = iter(self._loader)
+            batch = next(self._batches)
+        return batch
+
+
+def with_a_kept_iterator(folder: Path) -> None:
+    """Leave a training loop of Fabric whose iterator is kept, then evaluate, add up, and save."""
+    fabric = Fabric(strategy=popdist.fabric.FabricStrategy(), accelerator="cpu")
+    fabric.launch()
+    fabric.seed_everything(1, verbose=False)
+    net = network()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loaders = [DataLoader(Noisy(), batch_size=3, shuffle=shuffle) for shuffle in (True, False)]
+    train, test = fabric.setup_dataloaders(*loaders)
+    step, number = 0, torch.zeros(1)
+    for x, y in (kept := Endless(train)):
+        if step == 7:
+            break
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        number += len(x)
+        step += fabric.strategy.sync_gradients
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(-1) == y).sum() for x, y in test)
+    model.train()
+    sums = [fabric.all_reduce(it, reduce_op="sum").item() for it in (right, number)]
+    fabric.save(str(folder / "kept.ckpt"), {"model": model})
+    fabric.print(f"kept {type(kept).__name__} {step}: {sums}, {popdist.checksum(model)}", flush=True)
+
+
+class Deciding(Classifier):
+    """A module that logs a loss for each process, by which a scheduler and callbacks decide, in two ways."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _batch_idx: int) -> Tensor:
+        """Return the loss of a batch of one replica."""
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.log("twice", 2 * loss, on_step=True, on_epoch=True)
+        self.logger.log_metrics({"own": loss.item()}, self.global_step)
+        return loss
+
+    def on_train_batch_end(self, *_unused: Any) -> None:
+        """Print nothing."""
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD with a rate that falls when a loss does not."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        config = {"scheduler": schedule, "monitor": "twice_step", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def with_decisions(folder: Path) -> None:
+    """Stop, choose a checkpoint, and set the learning rate by a value that is logged without ``sync_dist``."""
+    lightning.seed_everything(1, verbose=False)
+    stopping = EarlyStopping("loss", patience=1, check_on_train_epoch_end=True)
+    best = ModelCheckpoint(folder / "best", monitor="loss", every_n_train_steps=1)
+    trainer = lightning.Trainer(
+        strategy=popdist.lightning.ReplicatedStrategy(),
+        accelerator="cpu",
+        max_epochs=12,
+        callbacks=[stopping, best],
+        log_every_n_steps=1,
+        **{**QUIET, "logger": CSVLogger(folder, version="")},
+    )
+    module = Deciding()
+    trainer.fit(module, DataLoader(Noisy(), batch_size=4, shuffle=True))
+    rate, name = trainer.optimizers[0].param_groups[0]["lr"], Path(best.best_model_path).name
+    bits = popdist.checksum(module)
+    if popdist.is_main():
+        logged = (Path(trainer.logger.log_dir) / "metrics.csv").read_text(encoding="utf-8")
+        module.print(f"decided {trainer.global_step}: {name}, rate {rate}, {bits}, {logged.split()}", flush=True)
+
+
 if __name__ == "__main__":
     saved = Path(sys.argv[1])
     if sys.argv[2:] == ["killed"]:
@@ -135,3 +225,6 @@ if __name__ == "__main__":
     checkpoint_of_trainer, checkpoint_of_fabric = sys.argv[2:] or (None, None)
     with_trainer(saved, checkpoint_of_trainer)
     with_fabric(saved, checkpoint_of_fabric)
+    if checkpoint_of_fabric is None:
+        with_a_kept_iterator(saved)
+        with_decisions(saved)

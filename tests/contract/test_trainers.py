@@ -2,8 +2,8 @@
 
 Holds popdist.accelerate, popdist.transformers, popdist.lightning, popdist.fabric, popdist.trainers.replica_rows,
 popdist.trainers.replica_steps, popdist.trainers.lightning_rows, popdist.trainers.replica_logs,
-popdist.trainers.loop_turns, popdist.trainers.evaluated_batches, popdist.trainers.given_loaders and
-popdist.trainers.versions.
+popdist.trainers.loop_turns, popdist.trainers.turn_loaders, popdist.trainers.evaluated_batches,
+popdist.trainers.given_loaders and popdist.trainers.versions.
 """
 
 import re
@@ -33,13 +33,16 @@ def test_a_loop_of_accelerate_has_the_same_bits(poprun: Poprun, tmp_path: Path) 
     """At 1 and 2 instances, and if 2 instances go on after the epoch that one instance has saved.
 
     54 samples are 14 batches, so each of four replicas has 4. With accumulation 2 they make two steps.
-    The schedule counts replicas.
+    The schedule counts replicas. A loop may evaluate before it uses a batch.
     """
     words = ("accelerate_program", "2", str(tmp_path))
-    alone = _lines(_run(poprun, *words, "0", num_instances=1), "epoch ")
+    first = _run(poprun, *words, "0", num_instances=1)
     resumed = _lines(_run(poprun, *words, "1", num_instances=2), "epoch ")
-    two = _lines(_run(poprun, *words, "0", num_instances=2), "epoch ")
+    second = _run(poprun, *words, "0", num_instances=2)
+    alone, two = _lines(first, "epoch "), _lines(second, "epoch ")
 
+    assert len(_lines(first, "step ")) == 5
+    assert _lines(first, "step ") == _lines(second, "step ")
     assert alone == two
     assert alone[1:] == resumed
     assert re.match(rf"epoch 1: 2 steps, \d+ of 54, rate {0.01 - 0.01 * 16 / 400:.4f}, ", alone[1])
@@ -114,9 +117,9 @@ def test_lightning_has_the_same_bits(poprun: Poprun, tmp_path: Path) -> None:
     """At 1 and 2 instances, and if 2 instances go on where one instance has saved.
 
     Lightning's Trainer goes on in the middle of an epoch, and Fabric after an epoch, in whose successor it was
-    killed.
+    killed. A loop of Fabric may keep its iterator. A decision by a loss of one replica is the decision of all.
     """
-    lines = {}
+    lines, more = {}, {}
     saved = tmp_path / "1" / "step=1.ckpt", tmp_path / "killed" / "epoch-0.ckpt"
     options = ("--num-instances", "1", "--num-replicas", "4", sys.executable, "-m")
     killed = poprun(*options, "tests.contract.lightning_program", str(saved[1].parent), "killed")
@@ -126,7 +129,10 @@ def test_lightning_has_the_same_bits(poprun: Poprun, tmp_path: Path) -> None:
         words = map(str, (tmp_path / name, *begin))
         finished = _run(poprun, "lightning_program", *words, num_instances=num_instances)
         lines[name] = [line for it in ("logged ", "trainer:", "fabric ") for line in _lines(finished, it)]
+        more[name] = _lines(finished, "kept ") + _lines(finished, "decided ")
 
+    assert len(more["1"]) == 2
+    assert more["1"] == more["2"]
     assert len(lines["1"]) == 8 + 1 + 2
     assert "'number': 3.0" in lines["1"][7]
     assert lines["1"] == lines["2"]
@@ -299,6 +305,12 @@ def too_early():
         model(x)
         model.eval()
         next(iter(loader))
+
+def saved_too_early():
+    accelerator, model, optimizer = begin()
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))
+    for _ in loader:
+        accelerator.save_state("nothing")
 
 def two_models():
     accelerator, model, _ = begin()
@@ -479,7 +491,7 @@ def evaluates_after_leaving():
         leaves(lambda loader: next(iter(loader)))
 
 calls = by_hand, twice, no_model, nested, too_early, two_models, sampler, batch_sampler, uneven, dispatched
-calls += counts_iterations, own_generator, raw_loader, in_evaluation_mode, a_closure, rate_by_hand
+calls += saved_too_early, counts_iterations, own_generator, raw_loader, in_evaluation_mode, a_closure, rate_by_hand
 calls += gathered, reduced, gathered_for_metrics, rate_for_the_next, optimizers_in_turn
 calls += left, evaluates_after_leaving, local_sgd, triggered, sets_trigger, triggers_once, knows_length
 calls += (loss_with_a_buffer,)
@@ -793,6 +805,7 @@ SAYS = {
     "no_model": "BatchError: no model was prepared",
     "nested": "BatchError: a loop over a prepared loader began in another loop",
     "too_early": "BatchError: an evaluation began in the middle of an optimizer step",
+    "saved_too_early": "BatchError: a checkpoint was saved at the top of the loop's body",
     "two_models": "WeightsError: popdist.accelerate.Accelerator prepares one model",
     "sampler": "BatchError: the loader has a DistributedSampler",
     "batch_sampler": "BatchError: the loader has a DistributedSampler",

@@ -141,7 +141,12 @@ class ReplicaRandomness:
     def copy_from(self, other: "ReplicaRandomness", replica: int) -> None:
         """Replace the random states of ``replica`` by a copy of its states in ``other``."""
         states = other._states[replica]  # noqa: SLF001 - an attribute of the same class
-        self._states[replica] = replace(states, numpy=copy.deepcopy(states.numpy))
+        numpy = self._states[replica].numpy
+        if type(numpy) is type(states.numpy):
+            numpy.state = states.numpy.state  # a third of the time of a copy
+        else:
+            numpy = copy.deepcopy(states.numpy)
+        self._states[replica] = replace(states, numpy=numpy)
 
     def become_programs(self, replica: int) -> None:
         """Let the program, outside of all replicas' contexts, go on with the random states of ``replica``."""

@@ -65,7 +65,7 @@ def combine_logs(logs_of_replicas: Sequence[Logs]) -> Logs:
         if values.keys() != names:
             raise BatchError(
                 f"replicas have logged different names: {sorted(values)} and {sorted(names)}. With sync_dist=True "
-                "or on_epoch=True, and in an evaluation, log the same names for each batch"
+                "or on_epoch=True, and in an evaluation, log the same names for each batch and on all ranks"
             )
     return {
         name: _combined(it, [values[name] for values in of_replicas[: None if it.is_shared else 1]])

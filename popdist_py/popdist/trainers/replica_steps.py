@@ -81,12 +81,17 @@ class ReplicaSteps:
 
     The gradient of a step is the mean over all replicas of each replica's own gradient, as DistributedDataParallel
     takes it over processes. A replica's random states begin as a copy of the process's states.
+
+    Args:
+        module: The model.
+        reads_ahead: Whether the library reads a row of samples before the optimizer step that precedes the row.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, reads_ahead: bool = False) -> None:
         self.model = ReplicatedModel(module)
         self.replicas = context.local_replicas()
         self._has_states = False
+        self._reads_ahead = reads_ahead
         self._before_read = ReplicaRandomness(0, self.replicas)  # the states before the last row was read
         self._last_read = 0
         self._resumed_from: Path | None = None
@@ -144,6 +149,8 @@ class ReplicaSteps:
         accelerate reads a row before the optimizer step that precedes the row. So in a training that is resumed
         within an epoch, the first row is read with other states than the row after it.
         """
+        if not self._reads_ahead:
+            return self.scope_of(replica)
         saved = self._saved.get(replica)
         if saved is None or number < saved["row"]:
             self._before_read.copy_from(self.randomness, replica)
@@ -308,7 +315,17 @@ class ReplicaSteps:
         return {replica: states for part in parts for replica, states in part.items()}
 
     def save(self, folder: Path) -> None:
-        """Save the random states of all replicas in the folder of a checkpoint; all instances call the method."""
+        """Save the random states of all replicas in the folder of a checkpoint; all instances call the method.
+
+        Raises:
+            BatchError: Inside an optimizer step; or before the batch that the loop has yielded is used, because
+                the next batch was read already, with random numbers that a resumed training would not draw.
+        """
+        if self._waiting is not None or self.is_untouched:
+            raise BatchError(
+                "a checkpoint was saved at the top of the loop's body, where the loop has read more batches than "
+                f"the checkpoint counts: save {_HAS_ACTED}"
+            )
         states = self.gather_states()
         if is_main():
             unfinished = folder / f"{_FILE}.unfinished"
