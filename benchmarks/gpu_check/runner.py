@@ -74,9 +74,14 @@ def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) ->
 def _remaining(mark: str, seconds: float) -> list[int]:
     """Return the processes with ``mark`` that have not ended after ``seconds``."""
     deadline = time.monotonic() + seconds
-    while (pids := marked(mark)) and time.monotonic() < deadline:
+    while True:
+        pids = marked(mark)
+        if not pids:  # a process that begins another program has no environment for a moment
+            time.sleep(_POLL_SECONDS)
+            pids = marked(mark)
+        if not pids or time.monotonic() >= deadline:
+            return pids
         time.sleep(_POLL_SECONDS)
-    return pids
 
 
 def marked(mark: str) -> list[int]:

@@ -94,8 +94,26 @@ def evaluate_at_the_top() -> None:
     accelerator.print(f"step {step}: {popdist.checksum(model)}")
 
 
+def train_twice() -> None:
+    """Train a second model after the first one, as in a cross validation."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    for fold in range(2):
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for (x,) in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print(f"fold {fold}: {accelerator.use_distributed} {popdist.checksum(model)}")
+        accelerator.free_memory()
+
+
 if __name__ == "__main__":
     folder, first = Path(sys.argv[2]), int(sys.argv[3])
     main(int(sys.argv[1]), folder, first)
     if not first:
         evaluate_at_the_top()
+        train_twice()

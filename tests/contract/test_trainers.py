@@ -33,7 +33,8 @@ def test_a_loop_of_accelerate_has_the_same_bits(poprun: Poprun, tmp_path: Path) 
     """At 1 and 2 instances, and if 2 instances go on after the epoch that one instance has saved.
 
     54 samples are 14 batches, so each of four replicas has 4. With accumulation 2 they make two steps.
-    The schedule counts replicas. A loop may evaluate before it uses a batch.
+    The schedule counts replicas. A loop may evaluate before it uses a batch, and another model may follow. To the
+    program, four replicas are distributed even in one instance.
     """
     words = ("accelerate_program", "2", str(tmp_path))
     first = _run(poprun, *words, "0", num_instances=1)
@@ -43,6 +44,8 @@ def test_a_loop_of_accelerate_has_the_same_bits(poprun: Poprun, tmp_path: Path) 
 
     assert len(_lines(first, "step ")) == 5
     assert _lines(first, "step ") == _lines(second, "step ")
+    assert [line.split()[2] for line in _lines(first, "fold ")] == ["True", "True"]
+    assert _lines(first, "fold ") == _lines(second, "fold ")
     assert alone == two
     assert alone[1:] == resumed
     assert re.match(rf"epoch 1: 2 steps, \d+ of 54, rate {0.01 - 0.01 * 16 / 400:.4f}, ", alone[1])
@@ -223,40 +226,14 @@ for call in calls:
         print(f"{call.__name__}: nothing was refused")
 """
 
-TRAINED_TWICE = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-from popdist.accelerate import Accelerator
-import popdist
 
-torch.manual_seed(1)
-data = torch.randn(40, 4)
-accelerator = Accelerator(cpu=True)
-for fold in range(2):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    loader = DataLoader(data, batch_size=2, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for x in loader:
-        accelerator.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.print(f"fold {fold}: {accelerator.use_distributed} {popdist.checksum(model)}")
-    accelerator.free_memory()
-"""
-
-
-def test_a_second_model_is_trained_after_free_memory(poprun: Poprun, tmp_path: Path) -> None:
-    """As in a cross validation; to the program, four replicas are distributed even in one instance."""
-    script = tmp_path / "trained_twice.py"
-    script.write_text(TRAINED_TWICE, encoding="utf-8")
-    found = []
-    for number in ("1", "2", "4"):
-        finished = poprun("--num-instances", number, "--num-replicas", "4", sys.executable, str(script))
-        found.append(_lines(finished.succeeded_but_for_torch(), "fold "))
-
-    assert [line.split()[2] for line in found[0]] == ["True", "True"]
-    assert found[0] == found[1] == found[2]
+def test_loops_of_accelerate_have_the_same_bits_in_four_instances(poprun: Poprun, tmp_path: Path) -> None:
+    """As in one instance."""
+    alone, four = (
+        _run(poprun, "accelerate_program", "2", str(tmp_path), "0", num_instances=number) for number in (1, 4)
+    )
+    for begin in ("epoch ", "step ", "fold "):
+        assert _lines(alone, begin) == _lines(four, begin)
 
 
 REFUSED = """

@@ -5,6 +5,7 @@ rates act in the turns of one replica only.
 """
 
 import atexit
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -181,7 +182,7 @@ class LoopTurns:
         if not (self._stepped or is_alone or (self.accumulates and not turn.is_last)):
             raise BatchError(
                 "optimizer.step() was not called between two batches of the loop. Call backward() and step() for "
-                f"each batch, before the loop reads the next one. To accumulate gradients, write "
+                "each batch, before the loop reads the next one. To accumulate gradients, write "
                 f"{self._accumulate_by}"
             )
         if turn.is_last and not self._stepped >= self._rates.keys():
@@ -208,9 +209,15 @@ _open_loops: Final[weakref.WeakSet[Generator[Any, None, None]]] = weakref.WeakSe
 
 @atexit.register
 def _close_loops() -> None:
-    """End the loops whose iterators the program keeps, while Python can still run the code of their ends."""
-    for loop in tuple(_open_loops):
-        loop.close()
+    """End the loops whose iterators the program keeps, while Python can still run the code of their ends.
+
+    If an exception has ended the program, the exception says more than the warning of a loop that was left.
+    """
+    with warnings.catch_warnings():
+        if hasattr(sys, "last_type"):
+            warnings.simplefilter("ignore", PopdistWarning)
+        for loop in tuple(_open_loops):
+            loop.close()
 
 
 def _rates_of(optimizer: Any) -> list[float]:
