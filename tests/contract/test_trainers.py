@@ -287,7 +287,7 @@ def saved_too_early():
     accelerator, model, optimizer = begin()
     model, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))
     for _ in loader:
-        accelerator.save_state("nothing")
+        accelerator.save_state(__file__ + ".saved")
 
 def two_models():
     accelerator, model, _ = begin()
@@ -705,7 +705,7 @@ class Net(nn.Linear):
         return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
 
 def train(kind=Trainer, **options):
-    arguments = TrainingArguments("nothing", use_cpu=True, report_to=[], save_strategy="no", **options)
+    arguments = TrainingArguments(__file__ + ".saved", use_cpu=True, report_to=[], save_strategy="no", **options)
     kind(model=Net(4, 2), args=arguments, train_dataset=data).train()
 
 def own_step():
@@ -745,7 +745,7 @@ def logged():
     def log(self, *args, **kwargs):
         self.log({"own": 1.0})
         return super(Trainer, self).compute_loss(*args, **kwargs)
-    arguments = TrainingArguments("nothing", use_cpu=True, report_to=[], save_strategy="no")
+    arguments = TrainingArguments(__file__ + ".saved", use_cpu=True, report_to=[], save_strategy="no")
     own = type("Mine", (Trainer,), {"compute_loss": log})
     trainer = own(model=Net(4, 2), args=arguments, train_dataset=data)
     trainer.train()
@@ -754,7 +754,7 @@ def logged():
 
 def raw_loader_of_evaluation():
     own = type("Mine", (Trainer,), {"get_eval_dataloader": lambda _self, _data=None: DataLoader(data, 8)})
-    arguments = TrainingArguments("nothing", use_cpu=True, report_to=[])
+    arguments = TrainingArguments(__file__ + ".saved", use_cpu=True, report_to=[])
     trainer = own(model=Net(4, 2), args=arguments, train_dataset=data, eval_dataset=data)
     raise ValueError(f"no error: {trainer.evaluate()['eval_loss'] > 0}")
 
